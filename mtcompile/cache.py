@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from mtcompile.cached import files
+from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import is_trained
 from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph_to_json
 from mtcompile.passes.plan import Plan, plan_from_json
@@ -30,7 +31,7 @@ from mtcompile.reading import parsed_json
 from mtcompile.torch_private.plain_torch import stand_ins
 
 if TYPE_CHECKING:
-    from mtcompile.passes.planning.problem import Planned
+    from mtcompile.passes.planning.problem import Planned, PlanningProblem
 
 Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> operation -> microseconds: (measured, by formula)
 
@@ -125,3 +126,19 @@ def _digest(text: str) -> str:
     """Hashes ``text`` with torch's version, the number of threads and these sources, so that a new version starts afresh."""
     versions = f"{torch.__version__} {torch.get_num_threads()} {files.own_sources()}"
     return hashlib.sha256(f"{versions}\n{text}".encode()).hexdigest()
+
+
+def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None], Planned]) -> Planned:
+    """Returns the plan for a problem, cached between runs. ``find``: makes it, given the plan found before, if any."""
+    return through_cache(plan_key(problem.step, problem.budgets, policy, *_constraints(problem)), find)
+
+
+def search_store(problem: PlanningProblem) -> SearchedPlans:
+    """Returns the store for the plans that a search of this problem evaluates, which serves every device and host budget."""
+    unlimited = replace(problem.budgets, device=None, host=None)
+    return SearchedPlans(plan_key(problem.step, unlimited, *_constraints(problem)))
+
+
+def _constraints(problem: PlanningProblem) -> tuple[object, ...]:
+    workspace = "by shapes" if problem.workspace is workspace_nbytes else "measured"
+    return problem.machine, problem.fixed_homes, problem.numerics, workspace

@@ -12,7 +12,7 @@ parameters of earlier programs home, and ``compile_step`` plans again with slowe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import homes_of_rows, may_be_resident, plan_among, plan_like, resident_plan, structure
 from mtcompile.passes.planning.policies import KEEP_STATE
-from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, leaves_room, shortages, way_to_go
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, leaves_room, shortage_beside, way_to_go
 from mtcompile.passes.proof.same_computation import same_computation
 from mtcompile.passes.proof.schedule import Given, check_schedule
 from mtcompile.passes.rewrites.collectives import check_reads
@@ -355,14 +355,19 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
 def plan_beside(problem: PlanningProblem, policy: str, beside: int) -> tuple[PlanningProblem, Planned]:
     """Returns the fastest plan found that leaves room for what ``beside`` more forwards of it hold, and the problem that it
     solves, whose device budget is a part of the whole. Raises DoesNotFit."""
-    candidates = Candidates(problem, _tell, search_store(problem))
+    candidates = Candidates(problem, _tell, cache.search_store(problem))
 
     def planned_within(nbytes: int | None) -> tuple[PlanningProblem, Planned]:
         part = replace(problem, budgets=replace(problem.budgets, device=nbytes))
-        return part, recalled(part, policy, functools.partial(plan_among, candidates, part.budgets, policy))
+        return part, cache.recalled(part, policy, functools.partial(plan_among, candidates, part.budgets, policy))
 
     budget = problem.budgets.device
-    whole = planned_within(budget)
+    try:
+        whole = planned_within(budget)
+    except DoesNotFit as error:
+        if not beside or error.tier != "device":
+            raise
+        raise shortage_beside(problem.budgets, planned_within(error.minimum)[1].schedule, beside) from None
     if leaves_room(problem.budgets, whole[1].schedule, beside):
         return whole
     high = whole[1].schedule.peak_nbytes["device"]
@@ -376,25 +381,8 @@ def plan_beside(problem: PlanningProblem, policy: str, beside: int) -> tuple[Pla
     roomy = [each for each in tried if leaves_room(problem.budgets, each[1].schedule, beside)]
     if roomy:
         return min(roomy, key=lambda each: each[1].plan.total_us)
-    tier, needed = min(shortages(problem.budgets, tried[0][1].schedule, beside), key=lambda shortage: shortage[0] != "device")
-    raise DoesNotFit(tier, needed, ((f"what {beside} more forwards hold until their backward", needed),))
+    raise shortage_beside(problem.budgets, tried[0][1].schedule, beside)
 
 
 def _tell(activity: str, done: int, total: int) -> None:
     progress.tell(f"{activity}, {done} of {total} candidates")
-
-
-def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None], Planned]) -> Planned:
-    """Returns the plan for a problem, cached between runs. ``find``: makes it, given the plan found before, if any."""
-    return cache.through_cache(cache.plan_key(problem.step, problem.budgets, policy, *_constraints(problem)), find)
-
-
-def search_store(problem: PlanningProblem) -> cache.SearchedPlans:
-    """Returns the store for the plans that a search of this problem evaluates, which serves every device and host budget."""
-    unlimited = replace(problem.budgets, device=None, host=None)
-    return cache.SearchedPlans(cache.plan_key(problem.step, unlimited, *_constraints(problem)))
-
-
-def _constraints(problem: PlanningProblem) -> tuple[object, ...]:
-    workspace = "by shapes" if problem.workspace is workspace_nbytes else "measured"
-    return problem.machine, problem.fixed_homes, problem.numerics, workspace

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from mtcompile.compiler import search_store
+from mtcompile.cache import search_store
 from mtcompile.errors import MtcompileError
 from mtcompile.forecast.quick import QuickCandidates
 from mtcompile.forecast.request import (

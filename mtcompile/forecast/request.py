@@ -14,11 +14,12 @@ import torch
 from torch import fx, nn
 
 from mtcompile import cache, knobs
+from mtcompile.cache import recalled, search_store
 from mtcompile.capture.joint import trace_settings
 from mtcompile.capture.recording.joint import NotRecorded
 from mtcompile.capture.stamping.blocks import FEWEST
 from mtcompile.capture.tracing import record_joint, trace_joint
-from mtcompile.compiler import JointStep, planning_problem, recalled, rewrite_joint, search_store
+from mtcompile.compiler import JointStep, planning_problem, rewrite_joint
 from mtcompile.distributed.layout import ALONE, RankLayout
 from mtcompile.execution.memory.fragments import homes_off_device
 from mtcompile.models.decoders import SHAPES, Shape, fake
