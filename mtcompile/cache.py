@@ -88,6 +88,22 @@ class SearchedPlans:
         files.write("points", self.key, text)
 
 
+def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None], Planned]) -> Planned:
+    """Returns the plan for a problem, cached between runs. ``find``: makes it, given the plan found before, if any."""
+    return through_cache(plan_key(problem.step, problem.budgets, policy, *_constraints(problem)), find)
+
+
+def search_store(problem: PlanningProblem) -> SearchedPlans:
+    """Returns the store for the plans that a search of this problem evaluates, which serves every device and host budget."""
+    unlimited = replace(problem.budgets, device=None, host=None)
+    return SearchedPlans(plan_key(problem.step, unlimited, *_constraints(problem)))
+
+
+def _constraints(problem: PlanningProblem) -> tuple[object, ...]:
+    workspace = "by shapes" if problem.workspace is workspace_nbytes else "measured"
+    return problem.machine, problem.fixed_homes, problem.numerics, workspace
+
+
 def machine_path(identity: str) -> Path | None:
     """Returns the machine file for an ``identity``, which does not depend on these sources; None if the cache is off. It
     is JSON without a digest: people may read and change it."""
@@ -126,19 +142,3 @@ def _digest(text: str) -> str:
     """Hashes ``text`` with torch's version, the number of threads and these sources, so that a new version starts afresh."""
     versions = f"{torch.__version__} {torch.get_num_threads()} {files.own_sources()}"
     return hashlib.sha256(f"{versions}\n{text}".encode()).hexdigest()
-
-
-def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None], Planned]) -> Planned:
-    """Returns the plan for a problem, cached between runs. ``find``: makes it, given the plan found before, if any."""
-    return through_cache(plan_key(problem.step, problem.budgets, policy, *_constraints(problem)), find)
-
-
-def search_store(problem: PlanningProblem) -> SearchedPlans:
-    """Returns the store for the plans that a search of this problem evaluates, which serves every device and host budget."""
-    unlimited = replace(problem.budgets, device=None, host=None)
-    return SearchedPlans(plan_key(problem.step, unlimited, *_constraints(problem)))
-
-
-def _constraints(problem: PlanningProblem) -> tuple[object, ...]:
-    workspace = "by shapes" if problem.workspace is workspace_nbytes else "measured"
-    return problem.machine, problem.fixed_homes, problem.numerics, workspace

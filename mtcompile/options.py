@@ -105,13 +105,17 @@ class Options:
         """Which weights may be cut although plans fit that cut none."""
         return None if self.fragments == "auto" else self.fragments
 
+    @property
+    def needs_all_gradients(self) -> bool:
+        """True if updates in the backward wait for all gradients, so that no fragment can be updated as its own arrives."""
+        return self.updates is not None and self.updates.needs_all_gradients
+
     def last_resort(self, may_cut: bool) -> Options:
         """Returns the options to try where nothing fits: what "auto" may do then. ``may_cut``: whether weights may
         be cut."""
         if self.policy in KEEP_STATE:
             return self
-        clipped = self.updates is not None and self.updates.needs_all_gradients
-        may_cut &= self.fragments == "auto" and self.tiles == 1 and not clipped
+        may_cut &= self.fragments == "auto" and self.tiles == 1 and not self.needs_all_gradients
         embeddings = "used" if self.embeddings == "auto" else self.embeddings
         if not may_cut:
             return replace(self, embeddings=embeddings)

@@ -130,7 +130,7 @@ def host_error(
 
 def _why_not_cut(options: Options) -> str:
     """Says what to change so that "auto" may cut weights into fragments; "" if it may."""
-    if options.fragments != "auto" or options.updates is None or not options.updates.needs_all_gradients:
+    if options.fragments != "auto" or not options.needs_all_gradients:
         return ""
     return (
         'leave out max_grad_norm= and nonfinite="skip", or pass update="step": with them, fragments="auto" keeps weights '

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
@@ -91,14 +91,9 @@ class Pipeline(Generic[V]):
         for read in forgotten:
             read.cancel()
         for read in reversed(forgotten):
-            if not read.cancelled() and _ended_well((read,)):
+            if not read.cancelled() and read.exception() is None:
                 self._free.put(read.result()[0])
 
     def _raise_failed(self) -> None:
         while self._writes and self._writes[0].done():
             self._writes.popleft().result()
-
-
-def _ended_well(futures: Iterable[Future[tuple[int, V]]]) -> bool:
-    """Waits for futures. Tells whether none of them failed."""
-    return all(future.exception() is None for future in wait(futures).done)

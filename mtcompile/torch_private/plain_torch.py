@@ -37,8 +37,8 @@ _COMPOSED = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 @functools.cache
 def stand_ins() -> dict[OpOverload[..., Any], Callable[..., Any]]:
-    """What a trace runs where eager runs cuDNN, and torch's Python kernel something else. Loads them: their operators take long
-    to define."""
+    """Returns what a trace runs where eager runs cuDNN, and torch's Python kernel something else. Loads them: their operators
+    take long to define."""
     from mtcompile.torch_private.cudnn import recurrent
     from mtcompile.torch_private.cudnn.batch_norm import cudnn_batch_norm
 

@@ -98,7 +98,7 @@ def build(
     rows: Mapping[str, Rows] = joint.meta.get("rows", {})
     root = torch.nn.Module()
     kernels: Kernels = {}
-    made: dict[Hashable, tuple[str, list[bool]]] = {}  # kernels, by what their bodies are made from
+    bodies: dict[Hashable, tuple[str, list[bool]]] = {}  # kernels and which results they clone, by what they are made from
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for spec, node in inputs_of(joint):
@@ -115,15 +115,15 @@ def build(
         leaving = [node for node in nodes if node in exported and not (is_view(node) and node not in roles)]
         states_of = device if training and phase == "forward" and any(map(is_random, nodes)) else None
         origin = None if states_of is not None else _origin(nodes, needed[rid], leaving)
-        if origin is not None and origin in made:
-            kernel, cloned = made[origin]
+        if origin is not None and origin in bodies:
+            kernel, cloned = bodies[origin]
             values = [_cloned(node) if alone else node.meta["val"] for node, alone in zip(leaving, cloned, strict=True)]
             returned = list(zip(leaving, values, strict=True))
         else:
             body, returned = _body(nodes, needed[rid], leaving, states_of)
             kernel = install(root, kernels, body)
             if origin is not None:
-                made[origin] = kernel, [val is not node.meta["val"] for node, val in returned]
+                bodies[origin] = kernel, [val is not node.meta["val"] for node, val in returned]
         call = graph.create_node(
             "call_module",
             kernel,

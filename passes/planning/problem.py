@@ -94,8 +94,8 @@ def shortages(budgets: Budgets, schedule: Schedule, beside: int) -> list[tuple[s
 def shortage_beside(budgets: Budgets, schedule: Schedule, beside: int) -> DoesNotFit:
     """Returns the refusal of a schedule for which, with what ``beside`` more forwards of it keep, a budget is too small."""
     tier, needed = min(shortages(budgets, schedule, beside), key=lambda shortage: shortage[0] != "device")
-    kept = beside * held_between_phases(schedule)[tier]
-    return DoesNotFit(tier, needed, ((f"what {beside} more forwards hold until their backward", kept),))
+    held_nbytes = beside * held_between_phases(schedule)[tier]
+    return DoesNotFit(tier, needed, ((f"what {beside} more forwards hold until their backward", held_nbytes),))
 
 
 Progress = Callable[[str, int, int], None]  # called with (text, done, total); total is 0 where it is unknown

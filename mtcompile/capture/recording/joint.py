@@ -130,11 +130,11 @@ class _Recording(TorchFunctionMode):
         if name.endswith("_") and not name.endswith("__"):
             raise NotRecorded(f"{name} changes its operand")
         result = func(*args, **kwargs)
-        made = [value for value in pytree.tree_leaves(result) if isinstance(value, torch.Tensor)]
-        if not made and (name == "__get__" or name in _ASKS):
+        results = [value for value in pytree.tree_leaves(result) if isinstance(value, torch.Tensor)]
+        if not results and (name == "__get__" or name in _ASKS):
             return result
         is_one = isinstance(result, torch.Tensor)
-        if name == "__get__" or not (is_one or (isinstance(result, tuple) and len(made) == len(result))):
+        if name == "__get__" or not (is_one or (isinstance(result, tuple) and len(results) == len(result))):
             raise NotRecorded(f"{func} returns {type(result).__name__}")
         if before != [operand._version for operand in operands]:
             raise NotRecorded(f"{func} changes an operand")
@@ -144,7 +144,7 @@ class _Recording(TorchFunctionMode):
         for operand in sorted(operands, key=lambda operand: self._names.get(id(operand), "input")[0] == "input"):
             self._take(operand)  # as Dynamo: first what the model has
         node = self._graph.create_node(*self._target(func, name))
-        for value in made:
+        for value in results:
             self.results[id(value)] = node if is_one else self._graph.create_node("call_function", operator.getitem)
         return result
 

@@ -41,9 +41,9 @@ class Light(torch.Tensor):
     def __new__(cls, value: torch.Tensor, node: Any = None, requires_grad: bool = False) -> Light:
         place = {"strides": value.stride(), "storage_offset": value.storage_offset(), "layout": value.layout}
         make: Any = torch.Tensor._make_wrapper_subclass
-        made: Light = make(cls, value.shape, dtype=value.dtype, device=_CPU, requires_grad=requires_grad, **place)
-        made.value, made.node = value, node
-        return made
+        light: Light = make(cls, value.shape, dtype=value.dtype, device=_CPU, requires_grad=requires_grad, **place)
+        light.value, light.node = value, node
+        return light
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -52,13 +52,13 @@ class Light(torch.Tensor):
 
 def lighten(model: nn.Module) -> None:
     """Makes the parameters and buffers of a model on the device "meta" light. Tied ones stay tied."""
-    made: dict[int, Light] = {}
+    lights: dict[int, Light] = {}
     for part in model.modules():
         held: Any
         for held in (part._parameters, part._buffers):
             for name, tensor in held.items():
                 if tensor is not None:
-                    held[name] = made.setdefault(id(tensor), Light(tensor.detach(), None, tensor.requires_grad))
+                    held[name] = lights.setdefault(id(tensor), Light(tensor.detach(), None, tensor.requires_grad))
 
 
 @contextlib.contextmanager

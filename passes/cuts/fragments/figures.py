@@ -78,13 +78,14 @@ def told_whole(joint: fx.GraphModule, cut: Cut, step: fx.GraphModule, begins: in
     """Says which large weights of a joint graph a cut leaves whole, and why; which the ``step`` that is cut so makes
     whole again; and which no plan of it can keep on disk, where fragments begin at multiples of ``begins`` bytes."""
     in_fragments = {part.parameter for part in fragments_of(step).values()}
-    reasons = {weight.spec.name: "the loss is computed from it in chunks" for weight, _ in cuts_of(joint, cut)}
+    weights = [weight for weight, _ in cuts_of(joint, cut)]
+    reasons = {weight.spec.name: "the loss is computed from it in chunks" for weight in weights}
     for spec, node in inputs_of(joint):
         if spec.role == "param" and spec.name not in reasons and span_nbytes(node.meta["val"]) > cut.nbytes:
             reasons[spec.name] = _why_whole(node, cut)
     reasons = {name: reason for name, reason in reasons.items() if reason and name not in in_fragments}
     told = [f"whole: {name}; {reason}" for name, reason in [*reasons.items()][:_MOST_NAMES]]
-    in_parts = [weight for weight, _ in cuts_of(joint, cut) if weight.spec.name in in_fragments and weight.has_input_gradient]
+    in_parts = [weight for weight in weights if weight.spec.name in in_fragments and weight.has_input_gradient]
     if in_parts and not cut.splits:
         names, most = [weight.spec.name for weight in in_parts], max(weight.nbytes for weight in in_parts)
         told.append(
