@@ -14,6 +14,7 @@ from mtcompile.passes.insert import add_call, add_move, add_offload_of_rows, add
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import (
     all_gather,
+    fragments_of,
     inputs_of,
     is_region,
     kernel_of,
@@ -37,6 +38,10 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     read before the prefetch of what is on disk, or one all-gather where each host has a part. Under ``disk_direct``, the
     prefetch itself reads what is on disk, unless only rows or slices of it cross.
 
+    A region that reads several fragments of a weight, for its input's gradient, follows those that make their gradients, the
+    last fragment's first. Each fragment comes for itself, a region earlier than the one before it: so it is at home no longer
+    needed when its gradient arrives there, and a disk reads them one after the other.
+
     Parameters whose home is the device are marked so and read in place. Those that stay are not fetched again in the backward:
     it reads what the forward fetched last.
     """
@@ -47,10 +52,12 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         if spec.role == "param" and home is not None and (tier := plan.params(home)) in ("device", "disk"):
             node.meta["tier"] = tier
         node.meta["part"] = spec.role == "param" and home in plan.parts
-    order, rows = regions(step), _rows(step)
+    order, rows, fragments = regions(step), _rows(step), fragments_of(step)
     staying: dict[fx.Node, fx.Node] = {}  # parameters, and what the forward fetched of them
     for position, region in enumerate(order):
-        groups: dict[tuple[str, tuple[fx.Node, ...]], list[fx.Node]] = {}  # by home, and by what says which parts are fetched
+        # By home, by how many fragments of it are before, and by what says which parts are fetched.
+        groups: dict[tuple[str, int, tuple[fx.Node, ...]], list[fx.Node]] = {}
+        counts: dict[str, int] = {}  # of the fragments of each home that this region fetches
         ends, backward = _ends_of_slices(step, region), region.meta["phase"] == PHASES[1]
         for operand in region.all_input_nodes:
             if backward and operand in staying:
@@ -58,17 +65,20 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             elif operand.op == "placeholder" and operand.meta["tier"] != "device":
                 home = homes.get(operand.meta["name"], "")
                 by = (ends[operand],) if operand in ends else (operand,) if operand in rows else ()
-                groups.setdefault((home, by), []).append(operand)
-        for (home, by), values in groups.items():
+                before = 0
+                if operand.meta["name"] in fragments:
+                    before = counts[home] = counts.get(home, -1) + 1
+                groups.setdefault((home, before, by), []).append(operand)
+        for (home, before, by), values in groups.items():
             end, taken = ends.get(values[0]), rows.get(values[0])
             values.sort(key=lambda value: order_at_home.get(value.meta["name"], -1))  # neighbours cross together
             name, about = home.replace(".", "_") or "inputs", (region.meta["phase"], region.meta["block"])
-            at_home, lookahead = values, 0 if backward and plan.returns_late(home) else plan.lookahead
+            at_home, lookahead = values, before + (0 if backward and plan.returns_late(home) else plan.lookahead)
             if values[0].meta["tier"] == "disk" and not (plan.disk_direct and not by):
                 with step.graph.inserting_before(_issue_point(order, position, lookahead + plan.disk_lookahead)):
                     at_home = add_move(step.graph, read, values, about, f"read_{name}")
             elif values[0].meta["part"]:  # one region before the copy, so that one is gathered while another crosses
-                with step.graph.inserting_before(_issue_point(order, position, plan.lookahead + 1)):
+                with step.graph.inserting_before(_issue_point(order, position, before + plan.lookahead + 1)):
                     at_home = _gathered(step.graph, values, about, f"gather_{name}")
             # Which slices have rows is known once the region has run that computes it.
             ahead = lookahead if end is None else min(lookahead, position - order.index(end.args[0]) - 1)

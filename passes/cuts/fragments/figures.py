@@ -90,7 +90,7 @@ def told_whole(joint: fx.GraphModule, cut: Cut, step: fx.GraphModule, begins: in
         names, most = [weight.spec.name for weight in in_parts], max(weight.nbytes for weight in in_parts)
         told.append(
             f"whole for its input's gradient: {listed(names, _MOST_NAMES)}, up to {gib(most)}, which the device holds twice "
-            'for that product and a disk reads at once; fragments="split" needs one fragment at a time'
+            'for that product; fragments="split" needs one fragment at a time'
         )
     if not (names := list(dict.fromkeys(homes_between(step, begins).values()))):
         return told

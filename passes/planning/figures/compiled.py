@@ -23,7 +23,7 @@ from mtcompile.passes.planning.figures.times import Measures
 from mtcompile.passes.planning.pace import Arriving
 from mtcompile.runtime.schedule import ALIGNMENT
 
-_VERSION = 7  # of the interface of c/
+_VERSION = 8  # of the interface of c/
 _QUEUES = "compute", "h2d", "d2h", "host", "disk_read"
 _BITS = {  # of what is decided about a home
     **{("params", "device"): 1, ("params", "disk"): 2, ("fetch", "keep"): 4},
@@ -209,7 +209,7 @@ class CompiledStep:
         rows = (-1, 0) if operand.rows is None else (operand.rows.count, operand.rows.nbytes)
         role = roles.setdefault(operand.role, len(roles))
         about = self._home(operand.home), role, operand.tier == "device", operand.weights
-        return operand.nbytes, operand.read_slot, *operand.there(), *about, *rows
+        return operand.nbytes, operand.read_slot, *operand.there(), *about, *rows, operand.fragment
 
     def _home(self, name: str) -> int:
         return self._homes.setdefault(name, len(self._homes))

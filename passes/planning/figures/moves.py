@@ -104,20 +104,25 @@ class Moves:
         stays_home = {home: plan.stays(home) for home in self.on_device}
         for position, region in enumerate(self.summary.regions):
             call = self._regions[position]
-            groups: dict[tuple[str, int], list[Operand]] = {}  # by home; what crosses by rows is apart
+            groups: dict[tuple[str, int, int], list[Operand]] = {}  # by home and fragments before; rows are apart
+            counts: dict[str, int] = {}  # of the fragments of each home that this region fetches
             for operand in region.reads:
                 if region.phase and operand.number in staying:
                     call.reads.append(staying[operand.number])
                 elif self._away(operand):
-                    groups.setdefault((operand.home, -1 if operand.rows is None else operand.number), []).append(operand)
+                    before = 0
+                    if operand.fragment:
+                        before = counts[operand.home] = counts.get(operand.home, -1) + 1
+                    apart = -1 if operand.rows is None else operand.number
+                    groups.setdefault((operand.home, before, apart), []).append(operand)
                 else:
                     call.inputs.append(operand.number)
-            for (home, _), operands in groups.items():
+            for (home, before, _), operands in groups.items():
                 total, us = self._copied(operands, "h2d")
                 stays = not region.phase and bool(home) and stays_home.get(home, False)
                 kind = POOLED if plan.pooled or stays else ON_DEVICE
                 fetch = Call(H2D, us, region.phase, copied=total)
-                ahead = 0 if region.phase and plan.returns_late(home) else plan.lookahead
+                ahead = before + (0 if region.phase and plan.returns_late(home) else plan.lookahead)
                 if home in self.on_disk and plan.disk_direct and operands[0].rows is None:
                     fetch.us = self.machine.copy_us(total, "direct")
                     fetch.inputs = [operand.number for operand in operands]

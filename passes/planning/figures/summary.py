@@ -40,7 +40,7 @@ class Size:
 class Operand(Size):
     """Inputs of the step that are alike: of one home, role and tier, read by the same regions, with gradients of the same
     region. ``number``: of no other operand of any summary of the step. ``rows``: of a parameter of which only rows cross,
-    these."""
+    these. ``fragment``: it is a fragment of a parameter."""
 
     number: int = 0
     home: str = ""
@@ -48,6 +48,7 @@ class Operand(Size):
     tier: str = ""
     weights: bool = False  # parameters, whose tier the plan decides
     rows: Rows | None = None
+    fragment: bool = False
     read_slot: int = 0  # bytes of a slot on the host that a disk fills
 
     def add(self, nbytes: int) -> None:
@@ -133,7 +134,7 @@ class Outline:
 
 class _About(NamedTuple):
     """An input: where it belongs, what it is, whether it is a parameter whose tier the plan decides, and the rows of it that
-    cross. ``apart``: the input itself if none other can be like it."""
+    cross. ``apart``: the input itself if none other can be like it; ``fragment``: it is one of a parameter."""
 
     home: str
     role: str
@@ -142,6 +143,7 @@ class _About(NamedTuple):
     named: str | None
     apart: fx.Node | None
     rows: Rows | None
+    fragment: bool
 
 
 class _Made(NamedTuple):
@@ -196,7 +198,9 @@ def _inputs(draft: fx.GraphModule, inputs: Sequence[tuple[InputSpec, fx.Node]]) 
         rows = by_name.get(given.name) if given.role == "param" else None
         weights = given.role == "param" and named is not None
         place = homes.get(meta["name"], ""), str(meta["role"]), str(meta["tier"])
-        about[node] = _About(*place, weights, named, None if rows is None else node, rows)
+        fragment = given.fragment is not None
+        apart = node if fragment or rows is not None else None
+        about[node] = _About(*place, weights, named, apart, rows, fragment)
     return about
 
 
@@ -307,7 +311,7 @@ def _operands(
     for key, nodes in alike.items():
         if (shared := (key, *nodes)) not in known:
             about = outline.inputs[nodes[0]]
-            operand = Operand(0, 0, len(known), about.home, about.role, about.tier, about.weights, about.rows)
+            operand = Operand(0, 0, len(known), about.home, about.role, about.tier, about.weights, about.rows, about.fragment)
             for node in nodes:
                 operand.add(node.meta["nbytes"])
             known[shared] = operand

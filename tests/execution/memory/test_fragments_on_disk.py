@@ -51,6 +51,17 @@ class Wide(First):
         return self.second(torch.relu(self.first(x))).square().mean()
 
 
+class Head(First):
+    """A small layer, and a layer of ``WEIGHT`` bytes whose input gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(torch.relu(self.small(x))).square().mean()
+
+
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("MT_CHECK", "1")
@@ -127,6 +138,23 @@ def test_a_layer_larger_than_device_and_host_trains_from_disk_with_the_bits_of_p
         assert torch.equal(model(x), plain(x))
     report = model.memory_report()
     assert all(report[f"peak_{tier}_bytes"] <= report[f"budget_{tier}_bytes"] for tier in TIERS)
+
+
+@pytest.mark.parametrize("policy", ["offload-all", pytest.param("fastest", marks=pytest.mark.long)])
+def test_a_weight_larger_than_the_host_is_read_in_fragments_for_its_input_s_gradient(policy: str, tmp_path: Path) -> None:
+    """And its gradients wait on the host for no others' updates."""
+    plain = Head()
+    options: dict[str, Any] = {"memory": 4 * WEIGHT, "fragments": "exact", "policy": policy}
+    ours, theirs = on_disk(tmp_path, plain, **options), (plain, adamw(plain.parameters()))
+    for seed in range(3):
+        assert torch.equal(step(*ours, seed), step(*theirs, seed))
+    assert_same(ours, theirs)
+    assert_within_plan(ours[0])
+    schedule = ours[0].schedule
+    moved = [each for _, each in schedule.phase("backward") if each.work == "read"]
+    assert sum(each.nbytes for each in moved) == WEIGHT and max(each.nbytes for each in moved) <= WEIGHT // 8
+    updates = [place for place, each in schedule.phase("backward") if each.op == "run" and each.queue == "host"]
+    assert len(updates) > 8 and updates[0] < max(place for place, each in schedule.phase("backward") if each.work == "read")
 
 
 @pytest.mark.parametrize("phase", [pytest.param("forward", marks=pytest.mark.long), "backward"])

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from mtcompile.capture.tracing import trace_joint
 from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.cuts.fragments.cut import Cut, cut_weights
+from mtcompile.passes.joint.build import build
 from mtcompile.passes.plan import Decision, Plan, Updates
 from mtcompile.passes.planning.candidates import Candidates
 from tests.helpers.tracing import trace, traced_case
@@ -67,6 +70,17 @@ class Crossing(nn.Module):
 def crossing() -> Any:
     torch.manual_seed(0)
     return trace(Crossing(), {"x": torch.randn(32, 48)}).step
+
+
+@functools.cache
+def in_fragments() -> Any:
+    """A layer, and a larger one in fragments, which are put together again for the gradient of its input."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 288))
+    joint, _ = trace_joint(model, {"input": torch.randn(8, 48)})
+    cut_weights(joint, Cut(20_000, gathers=True))
+    return build(joint)
 
 
 BOUNDED = {

@@ -19,13 +19,15 @@ from mtcompile.passes.planning.figures.times import measures
 from mtcompile.passes.planning.pace import impatient, with_pace
 from mtcompile.passes.planning.problem import PlanningProblem
 from tests.helpers.tracing import traced_case
-from tests.passes.planning.drawn_plans import BOUNDED, MACHINES, SLOW, WAYS, crossing, varied, with_homes_on_disk
+from tests.passes.planning.drawn_plans import BOUNDED, MACHINES, SLOW, WAYS, crossing, in_fragments, varied, with_homes_on_disk
 
-CASES = {"chain", "tied", "cnn", "crossing"}
+CASES = {"chain", "tied", "cnn", "crossing", "fragments"}
 BUILT = pytest.mark.skipif(library() is None, reason="the C library was not built here")
 
 
 def step_of(case: str) -> Any:
+    if case == "fragments":
+        return in_fragments()
     return BOUNDED[case]() if case in BOUNDED else traced_case(case).step
 
 

@@ -25,9 +25,9 @@ typedef struct {
 } Value;
 
 /* nbytes: at home; read_slot: on the host, where a disk fills it; there_*: on the device. row_count: -1 where whole values
- * cross. */
+ * cross; fragment: of a parameter. */
 typedef struct {
-    int64_t nbytes, read_slot, there_nbytes, there_slot, home, role, on_device, weights, row_count, row_nbytes;
+    int64_t nbytes, read_slot, there_nbytes, there_slot, home, role, on_device, weights, row_count, row_nbytes, fragment;
 } Operand;
 
 /* at_home_*: once it is there; crossing, whole: of rows, the bytes that cross and those that they are filled up to. */

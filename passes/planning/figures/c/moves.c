@@ -116,13 +116,14 @@ static List read_from_disk(Work *w, Around *around, int64_t position, List opera
     return writes;
 }
 
-static void fetch_group(Work *w, Around *around, int64_t position, List operands, int32_t *staying) {
+/* before: how many fragments of the home the region reads that precede these. */
+static void fetch_group(Work *w, Around *around, int64_t position, List operands, int64_t before, int32_t *staying) {
     const Step *step = w->step;
     const Operand *first = &step->operand[w->links[operands.first].value];
     const uint8_t home = w->choices->home[first->home];
     const int phase = (int)step->region[position].phase, stays = !phase && (home & STAYS) && !(home & AT_DEVICE);
     const int kind = w->choices->pooled || stays ? POOLED : ON_DEVICE;
-    const int64_t ahead = phase && (home & LATE) ? 0 : w->choices->lookahead;
+    const int64_t ahead = before + (phase && (home & LATE) ? 0 : w->choices->lookahead);
     const int in_rows = first->row_count >= 0;
     int64_t nbytes = 0;
     for EACH(link, operands, w)
@@ -160,6 +161,7 @@ static void fetch_all(Work *w, Around *around) {
     const Step *step = w->step;
     int32_t *staying = mt_room(w, step->operands, sizeof *staying); /* operand -> buffer */
     List *groups = mt_room(w, step->operands, sizeof *groups);
+    int64_t *before = mt_room(w, step->operands, sizeof *before); /* by group: fragments of its home in groups before */
     for (int64_t i = 0; i < step->operands; i++)
         staying[i] = -1;
     for (int64_t position = 0; position < step->regions; position++) {
@@ -172,20 +174,27 @@ static void fetch_all(Work *w, Around *around) {
                 mt_push(w, &w->calls[position].reads, staying[number], 0);
             } else if (!is_away(w, operand)) {
                 mt_push(w, &w->calls[position].inputs, number, 0);
-            } else { /* a copy per home; what crosses by rows is apart */
-                int64_t group = count;
+            } else { /* a copy per home; what crosses by rows is apart, and fragments behind the first */
+                int64_t group = count, fragments = 0;
+                for (int64_t i = 0; i < count && operand->fragment; i++)
+                    for EACH(link, groups[i], w) {
+                        const Operand *other = &step->operand[w->links[link].value];
+                        fragments += other->fragment && other->home == operand->home;
+                    }
                 for (int64_t i = 0; i < count && group == count && operand->row_count < 0; i++) {
                     const Operand *first = &step->operand[w->links[groups[i].first].value];
-                    if (first->home == operand->home && first->row_count < 0)
+                    if (first->home == operand->home && first->row_count < 0 && before[i] == fragments)
                         group = i;
                 }
-                if (group == count)
+                if (group == count) {
+                    before[count] = fragments;
                     groups[count++] = EMPTY;
+                }
                 mt_push(w, &groups[group], number, 0);
             }
         }
         for (int64_t i = 0; i < count; i++)
-            fetch_group(w, around, position, groups[i], staying);
+            fetch_group(w, around, position, groups[i], before[i], staying);
     }
 }
 
