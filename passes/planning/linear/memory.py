@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import fx
 
@@ -17,8 +18,23 @@ from mtcompile.passes.planning.linear.terms import Terms
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import kernel_of, placeholders, results
 
+Held = tuple[Mapping[int, float], float]  # bytes by variable, and constant bytes
 
-def live_at(blocks: Sequence[Block], terms: Terms, choices: Choices) -> list[dict[int, float]]:
+
+class Waits(NamedTuple):
+    """Bytes that wait on the device: ``live``, at each block, of homes and activations; ``gradients``, by block, when its
+    backward begins, and, at -1, at the end."""
+
+    live: Sequence[Mapping[int, float]]
+    gradients: Mapping[int, Held]
+
+
+def waiting(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, choices: Choices) -> Waits:
+    """Returns what waits on the device at each block."""
+    return Waits(_live_at(blocks, terms, choices), gradients_at(problem, terms))
+
+
+def _live_at(blocks: Sequence[Block], terms: Terms, choices: Choices) -> list[dict[int, float]]:
     """Returns the bytes that wait on the device at each block: of homes, and what it and all blocks before it keep, with the
     weights that stay once these have read them."""
     live, lives, staying = dict(terms.held["device"]), [], _staying(blocks, terms)
@@ -39,17 +55,32 @@ def _staying(blocks: Sequence[Block], terms: Terms) -> dict[int, dict[int, float
     return staying
 
 
+def gradients_at(problem: PlanningProblem, terms: Terms) -> dict[int, Held]:
+    """Returns the gradients of homes on the device, which wait there for ``optimizer.step()`` or for the norm of all. Empty
+    where they are used as they are made."""
+    updates = problem.budgets.updates
+    if updates is not None and not updates.held:
+        return {}
+    made, fixed, at = dict[int, float](), 0.0, dict[int, Held]()
+    for region in terms.of_phase("backward"):
+        at.setdefault(region.meta["block"], (made, fixed))
+        grads = terms.needs[region].grads
+        elsewhere = {variable: -nbytes for variable, nbytes in terms.by_share(grads).items()}
+        made, fixed = terms.program.summed(added(made, elsewhere), 1 << 30), fixed + sum(grads.values())
+    return at | {-1: (made, fixed)}
+
+
 def hold_memory(
     problem: PlanningProblem,
     blocks: Sequence[Block],
     terms: Terms,
     choices: Choices,
-    lives: Sequence[dict[int, float]],
+    waits: Waits,
     counted: Counted,
     gaps: Sequence[Gap] = (),
 ) -> None:
-    """The rows that say what memory holds at each block's forward and backward: what is live then (``lives``), what it reads
-    and makes, and what is on its way: weights, saved values and gradients of the blocks near by."""
+    """The rows that say what memory holds at each block's forward and backward: what waits then, what it reads and makes, and
+    what is on its way: weights, saved values and gradients of the blocks near by."""
     ahead, again_counts = counted
     weights = {block.index: terms.by_share(terms.needs[block.region].read) for block in blocks}
     again = {index: terms.again(nbytes) for index, nbytes in weights.items()}  # fetched in the backward
@@ -65,18 +96,19 @@ def hold_memory(
     insides: dict[tuple[str, tuple[int, ...]], int] = {}
     at_backward: dict[int, list[tuple[dict[int, float], float]]] = {}  # rows of each block's backward
     always = problem.budgets.reserve + sum(held_nbytes(problem.step, problem.budgets).values())
-    for place, (block, live) in enumerate(zip(blocks, lives, strict=True)):
+    for place, (block, live) in enumerate(zip(blocks, waits.live, strict=True)):
         index, back = block.index, choices.back
         before, after = blocks[max(0, place - ahead) : place], blocks[place + 1 : place + 1 + ahead]
         beside, whole = _beside(problem, backward[index])
         near = [nbytes[other.index] for other in before for nbytes in (again, back)]
         near += [stored[other.index] for other in after]
         beyond = choices.leaving[index] if ahead else {}  # a plan may let it go later than it must
+        grads, grads_nbytes = waits.gradients.get(index, ({}, 0.0))
         own = [needed[index], back[index]] if whole else []
-        at_once = [(added(live, beyond, *own, *near), always + beside)]
+        at_once = [(added(live, beyond, *own, *near, grads), always + beside + grads_nbytes)]
         if whole and again_counts and (inside := _inside(problem, block, backward[index][0], insides)):
             others = {variable: -nbytes for variable, nbytes in choices.saved[index].items()}
-            at_once.append((added(live, others, beyond, needed[index], *near), always + inside))
+            at_once.append((added(live, others, beyond, needed[index], *near, grads), always + inside + grads_nbytes))
         at_backward[index] = at_once
         for nbytes, fixed in at_once:
             terms.program.holds(counted, "device", nbytes, fixed)
@@ -89,6 +121,9 @@ def hold_memory(
             crossing = dict.fromkeys(gap.us, -1.0 / problem.machine.copy_us(1, queue))
             for nbytes, fixed in at_backward.get(at, ()):
                 terms.program.holds(counted, "device", added(nbytes, moved, crossing), fixed)
+    if -1 in waits.gradients:
+        grads, grads_nbytes = waits.gradients[-1]
+        terms.program.holds(counted, "device", added(terms.held["device"], grads), always + grads_nbytes)
     for tier in ("host", "disk"):
         terms.program.holds(counted, tier, terms.held[tier], 0.0)
 
@@ -99,8 +134,7 @@ def _beside(problem: PlanningProblem, backward: Sequence[fx.Node]) -> tuple[int,
     workspace = max((problem.workspace(kernel_of(problem.step, region)) for region in backward), default=0)
     if len(backward) != 1:
         return workspace, False
-    used = [value for value in results(backward[0]) if value.users]
-    outputs = [value for value in used if problem.budgets.updates is not None or value.meta["role"] != "grad"]
+    outputs = [value for value in results(backward[0]) if value.users]
     return workspace + _arriving(backward[0]) + sum(value.meta["nbytes"] for value in outputs), True
 
 

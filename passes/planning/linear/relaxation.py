@@ -20,7 +20,7 @@ from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.blocks import Choices, place_blocks
 from mtcompile.passes.planning.linear.exposed import Gap, gaps_between
 from mtcompile.passes.planning.linear.homes import HomeCost
-from mtcompile.passes.planning.linear.memory import hold_memory, live_at
+from mtcompile.passes.planning.linear.memory import Waits, hold_memory, waiting
 from mtcompile.passes.planning.linear.program import Infeasible, gains_us
 from mtcompile.passes.planning.linear.queues import take_time
 from mtcompile.passes.planning.linear.solver import Solution
@@ -85,9 +85,9 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
             return known[key][0]
         if (bounds := not ahead) not in built:
             built[bounds] = _build(problem, blocks, costs, bounds)
-        terms, choices, gaps, lives = built[bounds]
+        terms, choices, gaps, waits = built[bounds]
         if (counted := (ahead, again)) not in terms.program.held:
-            hold_memory(problem, blocks, terms, choices, lives, counted, gaps)
+            hold_memory(problem, blocks, terms, choices, waits, counted, gaps)
         fixed = {terms.away[home]: 0.0 if resident else 1.0 for home, resident in decided.items()}
         solution, rows = terms.program.solve(limits, fixed, counted, None if like is None else like.solution)
         values: list[float] = solution.values.tolist()
@@ -112,7 +112,7 @@ class _Built(NamedTuple):
     terms: Terms
     choices: Choices
     gaps: Sequence[Gap]
-    lives: Sequence[dict[int, float]]
+    waits: Waits
 
 
 def _build(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost], bounds: bool) -> _Built:
@@ -123,7 +123,7 @@ def _build(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str
     choices = place_blocks(problem, blocks, terms)
     gaps = gaps_between(problem, costs, terms, choices) if bounds else []
     take_time(problem, costs, terms)
-    return _Built(terms, choices, gaps, live_at(blocks, terms, choices))
+    return _Built(terms, choices, gaps, waiting(problem, blocks, terms, choices))
 
 
 def certificate(solve: Solve, limits: Mapping[str, int | None]) -> Certificate | None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
 from mtcompile.passes.plan import Decision, Plan, Updates
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
@@ -20,6 +20,7 @@ from mtcompile.passes.planning.evaluate import identity
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
 from mtcompile.passes.planning.ladders import waiting_less
 from mtcompile.passes.planning.linear.homes import home_costs
+from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import relaxation
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.planner import make_plan
@@ -117,6 +118,16 @@ def test_near_the_floor_the_bound_counts_copies_that_have_no_room(monkeypatch: p
     bound_us = candidates.bound_us(least.peak_bytes["device"], None)
     monkeypatch.setattr("mtcompile.passes.planning.linear.relaxation.gaps_between", lambda *about: [])
     assert Candidates(problem).bound_us(least.peak_bytes["device"], None) < bound_us <= least.total_us
+
+
+def test_gradients_of_homes_on_the_device_wait_there_for_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = PlanningProblem(crossing(), SLOW, Budgets())
+    held, gradients = held_nbytes(problem.step, problem.budgets), trained_nbytes(problem.step)
+    limits, resident = {"device": sum(held.values()) + sum(gradients.values()) - 1}, dict.fromkeys(held, True)
+    with pytest.raises(Infeasible):
+        Candidates(problem)._relaxed(limits, resident)
+    monkeypatch.setattr("mtcompile.passes.planning.linear.memory.gradients_at", lambda *about: {})
+    Candidates(problem)._relaxed(limits, resident)
 
 
 def test_all_blocks_keep_more_at_home_together() -> None:
