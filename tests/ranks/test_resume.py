@@ -16,7 +16,7 @@ from tests.ranks import job
 from tests.ranks.reference import adamw, batches, batches_of, differing, generator_of, model, small, trained
 
 ONE_HOST = ("aa", "aaaa", "aaaa", "aa", "a", "aaaa")  # the host of each rank, one step each
-FEWER_AND_MORE = ("aabb", "aa", "a", "aaaa")  # of a small model, whose hosts have parts of the weights
+FEWER_AND_MORE = ("aabb", "a", "aa")  # of a small model, whose hosts have parts of the weights
 SEVERAL = ("ab", "aabb", "abcd", "aa", "a", "ab")  # of which each has a part
 
 
