@@ -12,7 +12,6 @@ parameters of earlier programs home, and ``compile_step`` plans again with slowe
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -33,9 +32,10 @@ from mtcompile.options import FASTEST, Options
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, in_rows, possible_forms
-from mtcompile.passes.cuts.fragments.cut import UNCUT, has_misplaced_fragments
-from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, streaming, told_fragments, told_whole
+from mtcompile.passes.cuts import compare
+from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, in_rows
+from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
+from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.joint.exceptions import contract
@@ -46,7 +46,7 @@ from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import homes_of_rows, may_be_resident, plan_among, plan_like, resident_plan, structure
 from mtcompile.passes.planning.policies import KEEP_STATE
-from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, leaves_room, shortage_beside, way_to_go
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, leaves_room, shortage_beside
 from mtcompile.passes.proof.same_computation import same_computation
 from mtcompile.passes.proof.schedule import Given, check_schedule
 from mtcompile.passes.rewrites.collectives import check_reads
@@ -55,7 +55,6 @@ from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.verify import verify
 
-_TIERS = "device", "host"  # where less of a weight at a time needs less: its gradient passes through the host
 _PARTS = 8  # budgets to try between the smallest that works and all, where several forwards share one
 
 
@@ -197,25 +196,6 @@ def planning_problem(
     return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics)
 
 
-def with_or_without_rows(
-    joint: JointStep, placement: Placement, machine: Machine, workspace: Workspace, options: Options
-) -> Iterator[JointStep]:
-    """Yields the joint graphs to plan, with all rows of embeddings and with those alone that a batch names. The first is left
-    out where it cannot be the better one: if the device has no room for all of the training state, or if the embeddings'
-    homes are elsewhere already."""
-    streams, homes = options.policy not in KEEP_STATE, placement.input_homes(joint.graph)
-    rows = in_rows(joint.graph, options.embeddings) if streams and not homes.all_on_device else None
-    if rows is None:
-        yield joint
-        return
-    whole = planning_problem(joint, placement, machine, workspace)
-    known = homes_of_rows(whole, rows)
-    if "device" in known or (None in known and options.policy == FASTEST and may_be_resident(whole)):
-        yield joint
-    if "device" not in known:
-        yield joint._replace(graph=rows)
-
-
 def prove(joint: fx.GraphModule, built: BuiltStep, budgets: Budgets, input_homes: InputHomes) -> None:
     """Proves that the schedule is safe and computes what was captured, in the bytes that its kernels were measured to need and
     within what was asked for. Raises an error that names the violated invariant."""
@@ -232,96 +212,127 @@ def prove(joint: fx.GraphModule, built: BuiltStep, budgets: Budgets, input_homes
 
 
 def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, placement: RunnablePlacement) -> PlannedStep:
-    """Returns the plan of the form that was asked for; of those that "auto" and ``fragments`` allow, the fastest that fits.
-    Where none fits, tries what "auto" keeps for that: few rows of embeddings, and fragments that split no sum; then finer
-    fragments than a disk could read."""
-    options, tried = target.options, set[tuple[Form, Collection[str]]]()
-    candidates, refusals = _plans(joint, captured, target, placement, tried, begins := placement.fragments_begin())
-    last = options.last_resort(placement.may_cut_weights())
-    if not candidates and last != options and all(error.tier in _TIERS for error in refusals):
-        candidates, more = _plans(joint, captured, replace(target, options=last), placement, tried, begins)
-        refusals = [*refusals, *more]
-    if not candidates and last.cuts and begins != UNCUT.begins and all(error.tier in _TIERS for error in refusals):
-        candidates, more = _plans(joint, captured, replace(target, options=last), placement, tried, UNCUT.begins)
-        refusals = [*refusals, *more]
-    if not candidates:
-        raise min(refusals, key=lambda error: way_to_go(error.tier, error.minimum_bytes))
-    best = min(candidates, key=lambda candidate: candidate.planned.plan.total_us)
+    """Returns the plan of the fastest form of those that options allow. Raises BudgetError if none fits, and CaptureError if
+    there is nothing of what was to be cut."""
+    forms, options, begins = _Forms(joint, captured, target, placement), target.options, placement.fragments_begin()
+    if captured.tangents and placement.needs_loss_head(joint):
+        options.check_form(forms.first.form)
+    compared = compare.fastest_form(forms, options.allowed(placement.may_cut_weights(), begins))
+    if compared.best is None:
+        raise forms.errors[compared.refusal[0]] from None
+    best = forms.planned[compared.best[0]]
     if not fragments_of(best.joint.graph):
         return best
 
     def streamed() -> Schedule:
-        uncut = rewrite_joint(joint, options.precision, options.fuses, replace(best.joint.form, cut=UNCUT), captured.micro)
-        problem = planning_problem(uncut, placement, target.machine, target.toolchain.eager.workspace)
+        problem = forms.problem(forms.rewritten(replace(best.joint.form, cut=UNCUT)))
         return streamed_whole(problem, cut_on_disk(best.planned.step, best.planned.plan))
 
-    whole = next((each.planned.schedule for each in candidates if not fragments_of(each.joint.graph)), None)
+    whole = next((planned.schedule for each, planned in compared.fitting if not fragments_of(each.joint.graph)), None)
     told = told_fragments(best.planned, streamed() if whole is None else whole, fits=whole is not None)
     notes = (*best.planned.plan.notes, told, *told_whole(joint, best.joint.form.cut, best.planned.step, begins))
     return best._replace(planned=replace(best.planned, plan=replace(best.planned.plan, notes=notes)))
 
 
-def _plans(
-    joint: fx.GraphModule,
-    captured: CapturedStep,
-    target: Target,
-    placement: RunnablePlacement,
-    tried: set[tuple[Form, Collection[str]]],
-    begins: int,
-) -> tuple[list[PlannedStep], list[BudgetError]]:
-    """Plans the forms that options allow, each with all rows of embeddings or with few, but for those ``tried`` before, to
-    which it adds its own. ``begins``: bytes, at multiples of which fragments begin. Returns the plans that fit, and why
-    others do not."""
-    options, candidates, refusals = target.options, list[PlannedStep](), list[BudgetError]()
-    forms, trusted, where = set[Form](), options.fragments == "exact", target.device.where
-    # Forms with more chunks or tiles have the same cuts, whose products are computed to tell.
-    keeps_bits = functools.cache(lambda cut: options.fuses or has_same_bits(joint, cut, where, options.memory, trusted))
-    for form in possible_forms(joint, options.loss_chunks, options.tiles, options.cuts, begins):
-        if not keeps_bits(form.cut):
-            continue
-        rewritten = rewrite_joint(joint, options.precision, options.fuses, form, captured.micro)
-        if captured.tangents and placement.needs_loss_head(joint):
-            _check_cuts(options, rewritten.form)
-        if rewritten.form in forms:  # there is nothing more to cut
-            break
-        forms.add(rewritten.form)
-        resident = False
-        for variant in with_or_without_rows(rewritten, placement, target.machine, target.toolchain.eager.workspace, options):
-            if (key := (rewritten.form, frozenset(variant.graph.meta.get("rows", ())))) in tried:
-                continue
-            tried.add(key)
-            try:
-                planned = PlannedStep(variant, *plan_for(variant, target, placement))
-                if not has_misplaced_fragments(planned.problem.step, planned.planned.plan, placement.fragments_begin()):
-                    candidates.append(planned)
-            except BudgetError as error:
-                refusals.append(error)
-            else:
-                if resident := planned.planned.plan.all_resident:
-                    break
-        if resident and (options.cuts is None or not streaming(planned.planned.schedule).staging_nbytes):
-            break
-    return candidates, refusals
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """A form of a step that is to be compiled."""
+
+    joint: JointStep
+    forms: _Forms
+
+    @property
+    def form(self) -> Form:
+        return self.joint.form
+
+    @functools.cached_property
+    def candidates(self) -> Candidates:
+        return Candidates(self.forms.problem(self.joint), _tell)
 
 
-def _check_cuts(options: Options, form: Form) -> None:
-    """Raises CaptureError if a training graph, in this form, has nothing of what was to be cut."""
-    if options.loss_chunks not in ("auto", form.chunks):
-        raise CaptureError(
-            f"loss_chunks={options.loss_chunks}: expected a linear layer followed by a mean cross-entropy whose logits nobody "
-            "else reads, found none; return the loss without the logits, or leave loss_chunks out"
-        )
-    if options.tiles not in ("auto", 1) and form.tiles == 1:
-        raise CaptureError(
-            f"tiles={options.tiles}: expected blocks with linear layers that work token by token, found none that most of "
-            'their memory stays inside of; leave tiles out, or pass tiles="auto"'
-        )
+@dataclass(frozen=True, slots=True)
+class _Forms:
+    """See ``compare.Forms``. ``planned``, ``errors``: what came of each that was planned."""
+
+    joint: fx.GraphModule
+    step: CapturedStep
+    target: Target
+    placement: RunnablePlacement
+    planned: dict[_Form, PlannedStep] = field(default_factory=dict)
+    errors: dict[_Form, BudgetError] = field(default_factory=dict)
+    _by_form: dict[tuple[Form, frozenset[str]], _Form] = field(default_factory=dict)
+    _keep_bits: dict[Cut, bool] = field(default_factory=dict)
+
+    def rewritten(self, form: Form) -> JointStep:
+        options = self.target.options
+        return rewrite_joint(self.joint, options.precision, options.fuses, form, self.step.micro)
+
+    def problem(self, joint: JointStep) -> PlanningProblem:
+        target = self.target
+        apart = target.options.disk is None
+        return planning_problem(joint, self.placement, target.machine, target.toolchain.eager.workspace, apart=apart)
+
+    @property
+    def captured(self) -> fx.GraphModule:
+        return self.joint
+
+    @property
+    def limits(self) -> Budgets:
+        return self.first.candidates.problem.budgets
+
+    @property
+    def first(self) -> _Form:
+        options = self.target.options
+        chunks, tiles = (1 if number == "auto" else int(number) for number in (options.loss_chunks, options.tiles))
+        return self._known(Form(chunks, tiles))
+
+    def cut(self, form: Form) -> _Form | None:
+        made = self._known(form)
+        return made if made.form == form else None
+
+    def in_rows(self, step: _Form, embeddings: str) -> _Form | None:
+        graph = step.joint.graph
+        if self.target.options.policy in KEEP_STATE or self.placement.input_homes(graph).all_on_device:
+            return None
+        rows = in_rows(graph, embeddings)
+        if rows is None or "device" in homes_of_rows(step.candidates.problem, rows):
+            return None
+        key = step.form, frozenset(rows.meta["rows"])
+        return self._by_form.setdefault(key, _Form(step.joint._replace(graph=rows), self))
+
+    def takes_all_rows(self, step: _Form, rows: _Form) -> bool:
+        problem = step.candidates.problem
+        is_open = None in homes_of_rows(problem, rows.joint.graph)
+        return is_open and self.target.options.policy == FASTEST and may_be_resident(problem)
+
+    def allows(self, cut: Cut) -> bool:
+        """Tells whether a cut keeps bits, for which its products are computed."""
+        if cut not in self._keep_bits:
+            options, where = self.target.options, self.target.device.where
+            exact = options.fragments == "exact"
+            self._keep_bits[cut] = options.fuses or has_same_bits(self.joint, cut, where, options.memory, exact)
+        return self._keep_bits[cut]
+
+    def find(self, step: _Form) -> Planned | None:
+        try:
+            self.planned[step] = found = PlannedStep(step.joint, *plan_for(step.joint, self.target, self.placement))
+        except DoesNotFit as error:
+            self.errors[step] = self.placement.refusal(error)
+            raise
+        misplaced = has_misplaced_fragments(found.problem.step, found.planned.plan, self.placement.fragments_begin())
+        return None if misplaced else found.planned
+
+    def _known(self, form: Form) -> _Form:
+        key = form, frozenset[str]()
+        if key not in self._by_form:
+            self._by_form[key] = _Form(self.rewritten(form), self)
+        return self._by_form[key]
 
 
 def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> tuple[PlanningProblem, Planned]:
     """Returns the problem and its plan: that of the same step at other sizes, if it serves as well. With kernels that fuse,
     takes one region per phase if everything fits. If nothing fits beside parameters that earlier programs keep on the device,
-    sends these home and plans again. Raises BudgetError."""
+    sends these home and plans again. Raises DoesNotFit."""
     options, machine, workspace = target.options, target.machine, target.toolchain.eager.workspace
     serves_others = options.policy == FASTEST and not target.beside and options.disk is None and "cut" not in joint.graph.meta
     key, apart = structure(joint.graph), options.disk is None  # with one, frozen weights are apart if they may go there
@@ -345,7 +356,7 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
                 placement.separate_frozen()
                 apart = True
             elif not placement.give_up_residents(error):
-                raise placement.refusal(error) from None
+                raise
         else:
             if serves_others and not planned.plan.all_resident:
                 target.searched[key] = Searched(joint.graph, planned.plan)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from mtcompile import knobs
-from mtcompile.errors import did_you_mean
+from mtcompile.errors import CaptureError, did_you_mean
 from mtcompile.optim.precision import PRECISIONS, Precision
 from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.cuts.form import Allowed, Form
 from mtcompile.passes.planning.policies import KEEP_STATE, POLICIES
 
 KERNELS = ("eager", "inductor")
@@ -110,16 +111,30 @@ class Options:
         """True if updates in the backward wait for all gradients, so that no fragment can be updated as its own arrives."""
         return self.updates is not None and self.updates.needs_all_gradients
 
-    def last_resort(self, may_cut: bool) -> Options:
-        """Returns the options to try where nothing fits: what "auto" may do then. ``may_cut``: whether weights may
-        be cut."""
-        if self.policy in KEEP_STATE:
-            return self
-        may_cut &= self.fragments == "auto" and self.tiles == 1 and not self.needs_all_gradients
-        embeddings = "used" if self.embeddings == "auto" else self.embeddings
-        if not may_cut:
-            return replace(self, embeddings=embeddings)
-        return replace(self, embeddings=embeddings, fragments="exact")
+    def allowed(self, may_cut: bool, begins: int) -> Allowed:
+        """Returns the forms to choose among. ``may_cut``: whether "auto" may cut weights where nothing fits; ``begins``: bytes,
+        at multiples of which fragments begin."""
+        last, last_embeddings = self.cuts, self.embeddings
+        if self.policy not in KEEP_STATE:
+            if may_cut and self.fragments == "auto" and self.tiles == 1 and not self.needs_all_gradients:
+                last = "exact"
+            if self.embeddings == "auto":
+                last_embeddings = "used"
+        asked = self.cuts is not None
+        return Allowed(self.loss_chunks, self.tiles, self.cuts, self.embeddings, last, last_embeddings, begins, asked)
+
+    def check_form(self, form: Form) -> None:
+        """Raises CaptureError if a training graph, in this form, has nothing of what was to be cut."""
+        if self.loss_chunks not in ("auto", form.chunks):
+            raise CaptureError(
+                f"loss_chunks={self.loss_chunks}: expected a linear layer followed by a mean cross-entropy whose logits nobody "
+                "else reads, found none; return the loss without the logits, or leave loss_chunks out"
+            )
+        if self.tiles not in ("auto", 1) and form.tiles == 1:
+            raise CaptureError(
+                f"tiles={self.tiles}: expected blocks with linear layers that work token by token, found none that most of "
+                'their memory stays inside of; leave tiles out, or pass tiles="auto"'
+            )
 
     @property
     def fuses(self) -> bool:

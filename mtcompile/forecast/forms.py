@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import fx
 
 from mtcompile import knobs
 from mtcompile.capture.joint import trace_settings
@@ -23,11 +23,11 @@ from mtcompile.forecast.request import (
 )
 from mtcompile.models.decoders import SHAPES
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts.compare import fastest_of_forms
-from mtcompile.passes.cuts.form import Form, chains_of_forms
-from mtcompile.passes.cuts.fragments.cut import possible_cuts
+from mtcompile.passes.cuts.compare import fastest_form
+from mtcompile.passes.cuts.form import Form
+from mtcompile.passes.cuts.fragments.cut import Cut
 from mtcompile.passes.planning.planner import may_be_resident
-from mtcompile.passes.planning.problem import DoesNotFit, Planned, no_progress, way_to_go
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, no_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,47 +93,43 @@ def _within_limits(request: ForecastRequest, forms: StepForms) -> StepForms:
 def planned_form(request: ForecastRequest, forms: StepForms) -> tuple[SizedStep, Planned | DoesNotFit]:
     """Returns the step in the form that is fastest within the request's budgets, with its plan; where none fits, in that which
     needs least, with the refusal."""
-    limits, first = budgets_of(request, forms.first), forms.first
-    rows = _in_rows(request, forms, first, "auto")
-    takes_all = rows is None or may_be_resident(replace(first.candidates.problem, budgets=limits))
-
-    def find(sized: SizedStep) -> Planned:
-        return fastest(sized.candidates, limits.device, limits.host)
-
-    def chain(finer: list[Form], in_rows: bool) -> Iterator[SizedStep]:
-        for form in finer:
-            sized = _cut(request, forms, form)
-            if sized is not None and in_rows:
-                sized = _in_rows(request, forms, sized, "auto" if rows is not None else "used")
-            if sized is None:  # there is nothing more to cut
-                return
-            yield sized
-
-    def chains(kinds: list[list[Form]]) -> Iterator[Iterator[SizedStep]]:
-        return (chain(finer, in_rows) for in_rows in ((False, True) if takes_all else (True,)) for finer in kinds)
-
-    asked_for = request.fragments not in (None, "auto")  # a training step goes with tiles or fragments
-    cuts = possible_cuts(first.captured, request.cuts, request.fragments_begin(first.captured))[1:]
-    kinds = list(chains_of_forms(cuts, tiles=not asked_for))
-    coarsest = [each for each in (first if takes_all else None, rows) if each is not None]
-    sized, planned = fastest_of_forms(coarsest, chains(kinds), find, limits, asked_for)
-    if not isinstance(planned, DoesNotFit) or not cuts or not _may_fit_in_fragments(planned, limits):
-        return sized, planned
-    refused, finest = [(sized, planned)], possible_cuts(first.captured, request.cuts)[1:]
-    for finer in dict.fromkeys((cuts, finest) if planned.tier == "host" else (finest,)):
-        sized, fitting = fastest_of_forms([], chains([[Form(cut=cut) for cut in finer]]), find, limits)
-        if not isinstance(fitting, DoesNotFit):
-            return sized, fitting
-        refused.append((sized, fitting))
-    return min(refused, key=lambda each: way_to_go(each[1].tier, each[1].minimum))
+    compared = fastest_form(_Forms(request, forms), request.allowed(forms.first.captured))
+    return compared.best or compared.refusal
 
 
-def _may_fit_in_fragments(refusal: DoesNotFit, limits: Budgets) -> bool:
-    """Tells whether fragments that no chain had could help: beside a disk, finer ones than it reads; for a host that has room
-    for all but what passes through it, any."""
-    if limits.disk is not None:
-        return refusal.tier != "disk"
-    return refusal.tier == "host" and dict(refusal.causes).get("persistent state", 0) <= (limits.host or 0)
+@dataclass(frozen=True, slots=True)
+class _Forms:
+    """See ``compare.Forms``."""
+
+    request: ForecastRequest
+    known: StepForms
+
+    @property
+    def captured(self) -> fx.GraphModule:
+        return self.known.first.captured
+
+    @property
+    def limits(self) -> Budgets:
+        return budgets_of(self.request, self.known.first)
+
+    @property
+    def first(self) -> SizedStep:
+        return self.known.first
+
+    def cut(self, form: Form) -> SizedStep | None:
+        return _cut(self.request, self.known, form)
+
+    def in_rows(self, step: SizedStep, embeddings: str) -> SizedStep | None:
+        return _in_rows(self.request, self.known, step, embeddings)
+
+    def takes_all_rows(self, step: SizedStep, rows: SizedStep) -> bool:
+        return may_be_resident(replace(step.candidates.problem, budgets=self.limits))
+
+    def allows(self, cut: Cut) -> bool:
+        return True
+
+    def find(self, step: SizedStep) -> Planned:
+        return fastest(step.candidates, self.limits.device, self.limits.host)
 
 
 def _cut(request: ForecastRequest, forms: StepForms, form: Form) -> SizedStep | None:

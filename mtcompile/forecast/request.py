@@ -31,7 +31,7 @@ from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
 from mtcompile.passes.cuts.compare import SMALL
-from mtcompile.passes.cuts.form import AUTO, WHOLE, Form, in_rows
+from mtcompile.passes.cuts.form import AUTO, WHOLE, Allowed, Form, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, homes_between
 from mtcompile.passes.joint.accumulate import Micro
 from mtcompile.passes.joint.build import InputHomes
@@ -73,9 +73,13 @@ class ForecastRequest:
             return self.fragments
         return "exact" if self.ranks.count == 1 and (self.budgets.updates is None or not self.budgets.updates.held) else None
 
-    def fragments_begin(self, joint: fx.GraphModule) -> int:
-        """Returns the bytes at multiples of which fragments of a step's weights begin, as ``compile`` would cut them."""
-        return UNCUT.begins if self.budgets.disk is None else piece_nbytes(_parameters_nbytes(joint))
+    def allowed(self, joint: fx.GraphModule) -> Allowed:
+        """Returns the forms to choose among for a captured step: with fragments beginning where ``compile`` would cut, and
+        without tiles where fragments were asked for, which a training step goes with instead."""
+        asked = self.fragments not in (None, "auto")
+        begins = UNCUT.begins if self.budgets.disk is None else piece_nbytes(_parameters_nbytes(joint))
+        tiles = 1 if asked else "auto"
+        return Allowed("auto", tiles, self.cuts, last_fragments=self.cuts, begins=begins, in_fragments=asked)
 
 
 @dataclass(frozen=True, slots=True)

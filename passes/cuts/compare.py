@@ -7,13 +7,16 @@ worth it; there, a little more memory can be predicted to be slower by as much.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from math import inf
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
+
+from torch import fx
 
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts.form import Form
-from mtcompile.passes.cuts.fragments.cut import UNCUT
+from mtcompile.passes.cuts.form import Allowed, Form, chains_of_forms
+from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, possible_cuts
+from mtcompile.passes.cuts.fragments.figures import streaming
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
@@ -38,68 +41,171 @@ class FormOfStep(Protocol):
 S = TypeVar("S", bound=FormOfStep)
 
 
-def fastest_of_forms(
-    first: Iterable[S],
-    chains: Iterable[Iterable[S]],
-    find: Callable[[S], Planned],
-    limits: Budgets,
-    always: bool = False,
-) -> tuple[S, Planned | DoesNotFit]:
-    """Returns the form that is fastest within the limits, with its plan; if none fits, the form with the smallest way to go,
-    with its refusal. ``first``: the coarsest forms. ``chains``: of finer and finer forms, each of which takes longer than the
-    one before if memory does not matter. ``find``: plans a form, or raises DoesNotFit. ``always``: compares
-    forms even if the first is near to what any could give."""
-    best: tuple[S, Planned] | None = None
-    refused, unlikely, considered = list[tuple[S, DoesNotFit]](), list[S](), dict[int, S]()
-    fewest = dict[int, int]()
+class Forms(Protocol[S]):
+    """The forms of one step, each made once, within limits."""
 
-    def least_nbytes(form: S) -> int:
-        if id(form) not in fewest:
-            fewest[id(form)] = _least_nbytes(form.candidates)
-        return fewest[id(form)]
+    @property
+    def captured(self) -> fx.GraphModule:
+        """The joint graph before any rewrite."""
+        ...
 
-    def attempt(form: S) -> None:
-        nonlocal best
-        try:
-            planned = find(form)
-        except DoesNotFit as error:
-            refused.append((form, error))
-        else:
-            if best is None or planned.plan.total_us < best[1].plan.total_us:
-                best = form, planned
+    @property
+    def limits(self) -> Budgets:
+        """The limits on plans."""
+        ...
 
-    def consider(form: S) -> None:
-        if id(form) in considered:
+    @property
+    def first(self) -> S:
+        """The form to plan first, with all rows of embeddings."""
+        ...
+
+    def cut(self, form: Form) -> S | None:
+        """Returns the step in a form, with all rows of embeddings; None if it cannot be cut so."""
+        ...
+
+    def in_rows(self, step: S, embeddings: str) -> S | None:
+        """Returns a step in that form which takes few rows of ``embeddings``; None if it takes all."""
+        ...
+
+    def takes_all_rows(self, step: S, rows: S) -> bool:
+        """Tells whether to plan a step that takes all rows too, beside that which takes few ``rows``."""
+        ...
+
+    def allows(self, cut: Cut) -> bool:
+        """Tells whether weights may be cut so."""
+        ...
+
+    def find(self, step: S) -> Planned | None:
+        """Returns the fastest plan of a form; None if it cannot be run. Raises DoesNotFit."""
+        ...
+
+
+def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
+    """Compares those of the allowed forms that the fastest may be among. Where none fits, compares what is kept for that too:
+    few rows of all embeddings, fragments, and then finer fragments than a disk could read."""
+    comparison, first = Comparison(forms, allowed), forms.first
+    now, last = (allowed.fragments, allowed.embeddings), (allowed.last_fragments, allowed.last_embeddings)
+    for (fragments, embeddings), begins in dict.fromkeys(((now, allowed.begins), (last, allowed.begins), (last, UNCUT.begins))):
+        rows = forms.in_rows(first, embeddings)
+        takes_all = rows is None or forms.takes_all_rows(first, rows)
+        kinds = list(chains_of_forms(allowed, first.form, possible_cuts(forms.captured, fragments, begins)[1:]))
+
+        def chain(finer: list[Form], taken: str | None) -> Iterator[S]:
+            for form in finer:
+                if not forms.allows(form.cut):
+                    continue
+                step = first if form == first.form else forms.cut(form)
+                if step is not None and taken is not None:
+                    step = forms.in_rows(step, taken)
+                if step is None:  # there is nothing more to cut
+                    return
+                yield step
+
+        coarsest = [each for each in (first if takes_all else None, rows) if each is not None]
+        ways = ([None] if takes_all else []) + ([] if rows is None else [embeddings])
+        comparison.run(coarsest, [chain(finer, way) for way in ways for finer in kinds])
+        if comparison.fitting or not comparison.could_fit():
+            break
+    if not comparison.fitting:
+        comparison.plan_unlikely()
+    return comparison
+
+
+class Comparison(Generic[S]):
+    """Compares forms. ``fitting``: those planned so far that fit; ``refused``: those that do not."""
+
+    def __init__(self, forms: Forms[S], allowed: Allowed) -> None:
+        self.forms, self.allowed = forms, allowed
+        self.fitting, self.refused = list[tuple[S, Planned]](), list[tuple[S, DoesNotFit]]()
+        self._unlikely, self._considered, self._fewest = list[S](), dict[int, S](), dict[int, int]()
+
+    @property
+    def best(self) -> tuple[S, Planned] | None:
+        """The fastest form so far, with its plan."""
+        return min(self.fitting, key=lambda each: each[1].plan.total_us, default=None)
+
+    @property
+    def refusal(self) -> tuple[S, DoesNotFit]:
+        """The form with the smallest way to go, with its refusal."""
+        return min(self.refused, key=lambda each: way_to_go(each[1].tier, each[1].minimum))
+
+    def run(self, coarsest: Iterable[S], chains: Iterable[Iterable[S]]) -> None:
+        """Compares some forms. ``chains``: of finer and finer forms, each of which takes longer than the one before if memory
+        does not matter."""
+        best = None
+        for form in coarsest:
+            self._consider(form)
+            if (best := self.best) is not None and best[1].plan.all_resident:
+                if not self.allowed.in_fragments or not streaming(best[1].schedule).staging_nbytes:
+                    return
+        if best is None and not self.could_fit():
             return
-        considered[id(form)] = form
+        if best is not None and not self.allowed.in_fragments:
+            if self.allowed.alone or is_near(best[0].candidates, self.forms.limits, best[1].plan):
+                return
+        for chain in chains:
+            leanest = inf
+            for form in chain:
+                if (best := self.best) is not None and least_us(form.candidates) >= best[1].plan.total_us:
+                    break
+                if best is None and not self.allowed.alone:
+                    nbytes = self._least_nbytes(form)
+                    if nbytes >= leanest and form.form.cut == UNCUT:  # more chunks or tiles need no less
+                        break
+                    leanest = min(leanest, nbytes)
+                self._consider(form)
+
+    def could_fit(self) -> bool:
+        """Tells whether other forms could fit: not if the disk is too slow or too small, or if the host has no room for what it
+        holds at all times."""
+        if not self.refused:
+            return True
+        error, limits = self.refusal[1], self.forms.limits
+        if error.tier != "host" or limits.disk is not None:
+            return error.tier != "disk"
+        return dict(error.causes).get("persistent state", 0) <= (limits.host or 0)
+
+    def plan_unlikely(self) -> None:
+        """Plans forms that were not since they cannot fit the device: those that need less of it by their linear programs come
+        first, until one fits or none can need less."""
+        if self.refused and self.refusal[1].tier != "device":
+            return
+        for form in sorted(self._unlikely, key=self._least_nbytes):
+            if self.fitting or (self.refused and self._least_nbytes(form) >= min(error.minimum for _, error in self.refused)):
+                return
+            self._attempt(form)
+
+    def _consider(self, form: S) -> None:
+        if id(form) in self._considered:
+            return
+        self._considered[id(form)] = form
+        limits, best = self.forms.limits, self.best
         if best is not None:
             if could_be_faster(form.candidates, limits, best[1].plan):
-                attempt(form)
-        elif form.candidates.bound_us(limits.device, None) == inf:
-            unlikely.append(form)
+                self._attempt(form)
+        elif self._must_fit(form) and form.candidates.bound_us(limits.device, None) == inf:
+            self._unlikely.append(form)
         else:
-            attempt(form)
+            self._attempt(form)
 
-    for form in first:
-        consider(form)
-        if best is not None and best[1].plan.all_resident:
-            return best
-    if best is not None and not always and is_near(best[0].candidates, limits, best[1].plan):
-        return best
-    if best is None and any(error.tier != "device" for _, error in refused):
-        return min(refused, key=lambda each: way_to_go(each[1].tier, each[1].minimum))
-    for chain in chains:
-        leanest = inf
-        for form in chain:
-            if best is not None and least_us(form.candidates) >= best[1].plan.total_us:
-                break
-            if best is None:
-                nbytes = least_nbytes(form)
-                if nbytes >= leanest and form.form.cut == UNCUT:  # more chunks or tiles need no less
-                    break
-                leanest = min(leanest, nbytes)
-            consider(form)
-    return best or _least(refused, [(form, least_nbytes(form)) for form in unlikely], find)
+    def _must_fit(self, form: S) -> bool:
+        """Tells whether to search a form only if it has a plan within the limits: not where there is no other, or where some of
+        the device may be freed for it."""
+        return not self.allowed.alone and "device" not in form.candidates.problem.fixed_homes.values()
+
+    def _attempt(self, form: S) -> None:
+        try:
+            planned = self.forms.find(form)
+        except DoesNotFit as error:
+            self.refused.append((form, error))
+        else:
+            if planned is not None:
+                self.fitting.append((form, planned))
+
+    def _least_nbytes(self, form: S) -> int:
+        if id(form) not in self._fewest:
+            self._fewest[id(form)] = _least_nbytes(form.candidates)
+        return self._fewest[id(form)]
 
 
 def could_be_faster(candidates: Candidates, limits: Budgets, plan: Plan) -> bool:
@@ -123,26 +229,6 @@ def is_near(candidates: Candidates, limits: Budgets, plan: Plan) -> bool:
 def least_us(candidates: Candidates) -> float:
     """Returns the µs that each plan of a step takes, however much memory there is."""
     return candidates.resident.plan.total_us * (_STREAMED if candidates.problem.fixed_homes else 1.0)
-
-
-def _least(
-    refused: list[tuple[S, DoesNotFit]], unlikely: list[tuple[S, int]], find: Callable[[S], Planned]
-) -> tuple[S, Planned | DoesNotFit]:
-    """Returns the form with the smallest way to go, with its refusal. ``unlikely``: forms that were not planned since they
-    cannot fit the device: those that need less of it by their linear programs come first, until none can need less."""
-    best = min(refused, key=lambda each: way_to_go(each[1].tier, each[1].minimum), default=None)
-    if best is not None and best[1].tier != "device":
-        return best
-    for form, nbytes in sorted(unlikely, key=lambda each: each[1]):
-        if best is not None and nbytes >= best[1].minimum:
-            break
-        try:
-            return form, find(form)
-        except DoesNotFit as error:
-            if best is None or error.minimum < best[1].minimum:
-                best = form, error
-    assert best is not None, "expected a form"
-    return best
 
 
 def _least_nbytes(candidates: Candidates) -> int:

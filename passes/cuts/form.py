@@ -9,7 +9,7 @@ from torch import fx
 
 from mtcompile.passes.analysis.rows import fetched_by_rows
 from mtcompile.passes.cuts.fragments.check import check_cut
-from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights, possible_cuts
+from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights
 from mtcompile.passes.cuts.rows.check import check_rows
 from mtcompile.passes.cuts.rows.take import take_rows
 from mtcompile.passes.cuts.tiles.rewrite import tile_tokens, tiles_contract
@@ -32,28 +32,38 @@ class Form:
 WHOLE = Form()
 
 
-def possible_forms(
-    joint: fx.GraphModule, chunks: int | str, tiles: int | str, fragments: str | None, begins: int = UNCUT.begins
-) -> list[Form]:
-    """Returns the forms that options allow, the coarsest first. ``chunks``, ``tiles``: a number or "auto"; ``fragments``,
-    ``begins``: as ``possible_cuts`` takes them."""
-    forms = list[Form]()
-    for number in AUTO if "auto" in (chunks, tiles) else (1,):
-        of_head, of_tokens = (number if each == "auto" else int(each) for each in (chunks, tiles))
-        forms += [Form(of_head, of_tokens, cut) for cut in possible_cuts(joint, fragments, begins)]
-    return forms
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The forms to choose among. ``chunks``, ``tiles``: a number or "auto"; ``fragments``, ``begins``: as ``possible_cuts``
+    takes them; ``embeddings``: as for ``compile``; ``last_fragments`` and ``last_embeddings`` instead, where nothing fits
+    otherwise. ``in_fragments``: compares fragments however good the first plan is."""
+
+    chunks: int | str = "auto"
+    tiles: int | str = "auto"
+    fragments: str | None = None
+    embeddings: str = "auto"
+    last_fragments: str | None = None
+    last_embeddings: str = "used"
+    begins: int = UNCUT.begins
+    in_fragments: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """True if nothing but rows of embeddings, and what is kept for steps that do not fit, is to be chosen."""
+        return "auto" not in (self.chunks, self.tiles) and self.fragments is None
 
 
-def chains_of_forms(cuts: Sequence[Cut], tiles: bool) -> Iterator[list[Form]]:
+def chains_of_forms(allowed: Allowed, first: Form, cuts: Sequence[Cut]) -> Iterator[list[Form]]:
     """Yields forms, finer and finer in each list, which begins with the whole: with the loss head in chunks and, with it whole
-    or in many chunks, weights ``cuts`` into fragments, or ``tiles``."""
-    yield [Form(chunks) for chunks in AUTO]
-    for coarsest in ([WHOLE], [WHOLE, Form(AUTO[-1])]):
-        chunks = coarsest[-1].chunks
+    or in many chunks, weights ``cuts`` into fragments, or tiles. ``first``: has the numbers that are not to be chosen."""
+    whole = Form(1 if allowed.chunks == "auto" else first.chunks, 1 if allowed.tiles == "auto" else first.tiles)
+    in_chunks = [replace(whole, chunks=number) for number in AUTO] if allowed.chunks == "auto" else [whole]
+    yield in_chunks
+    for coarsest in [in_chunks[:1], [whole, in_chunks[-1]]][: len(in_chunks)]:
         for gathers in dict.fromkeys(cut.gathers for cut in cuts):
-            yield [*coarsest, *(Form(chunks, 1, cut) for cut in cuts if cut.gathers == gathers)]
-        if tiles:
-            yield [*coarsest, *(Form(chunks, number) for number in AUTO[1:])]
+            yield [*coarsest, *(replace(coarsest[-1], cut=cut) for cut in cuts if cut.gathers == gathers)]
+        if allowed.tiles == "auto":
+            yield [*coarsest, *(replace(coarsest[-1], tiles=number) for number in AUTO[1:])]
 
 
 def cut_joint(joint: fx.GraphModule, form: Form) -> tuple[fx.GraphModule, Form, list[str]]:

@@ -8,15 +8,43 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import mtcompile
 from mtcompile.forecast import solve
 from mtcompile.models.decoders import Shape, fake
+from mtcompile.passes.step_graph import fragments_of
 from tests.helpers.stacks import WIDTH, Residual
+from tests.helpers.training import adamw
 
 pytestmark = pytest.mark.slow
 BUDGETS = 20
+VOCABULARY = 512
+WEIGHT = 512 << 10  # bytes of the layer of ``First``
 SMALL = Shape(128, 384, 1, 2, 1, 1024, head_dim=64, dtype=torch.float32)
+
+
+class Head(nn.Module):
+    """A large vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.embed(tokens).tanh()).view(-1, VOCABULARY), tokens.view(-1))
+
+
+class First(nn.Module):
+    """A large layer whose input needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 2048)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x).square().mean()
 
 
 def decoder(batch: int, seq: int) -> Any:
@@ -66,3 +94,28 @@ def test_more_memory_is_never_slower_in_any_form(model: Any, seq: int) -> None:
     host = next(way for way in plan(memory=middle, host=most // 8).ways_out if way.startswith("host memory of"))
     fewest = int(host.partition("(")[2].partition(" bytes")[0])
     assert is_never_slower_with_more(lambda budget: plan(memory=middle, host=budget), fewest, 1.2 * most / fewest)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "fragments", "memory", "told"),
+    [
+        (Head, {"tokens": torch.arange(240).view(3, 80)}, None, 1600 << 10, ""),
+        (Head, {"tokens": torch.arange(240).view(3, 80)}, None, 800 << 10, "chunks"),
+        (lambda: Residual(layers=1), {"x": torch.ones(512, WIDTH)}, None, 1400 << 10, "tiles"),
+        (First, {"x": torch.ones(4, 64)}, "exact", WEIGHT // 2, ""),
+    ],
+    ids=["whole", "chunks", "tiles", "fragments"],
+)
+def test_compile_takes_the_form_that_plan_predicts(
+    make: Any, inputs: Any, fragments: str | None, memory: int, told: str
+) -> None:
+    forecast = mtcompile.plan(make(), inputs, memory=memory, machine="rtx4090", fragments=fragments)
+    model, tiles = make(), "auto" if fragments is None else 1
+    options: Any = {"loss_chunks": "auto", "tiles": tiles, "fragments": fragments, "throttle": "rtx4090"}
+    compiled = mtcompile.compile(model, memory=memory, optimizer=adamw(model.parameters()), device="cpu", **options)
+    loss = compiled(**inputs)
+    loss.sum().backward()
+    assert forecast.planned is not None and compiled.plan is not None
+    assert compiled.plan.total_us == forecast.step_time_us and compiled.plan.numerics == forecast.planned.plan.numerics
+    assert told in compiled.plan.numerics and ("tiles" in told or "chunks" in told) == ("except" in compiled.plan.numerics)
+    assert bool(fragments_of(forecast.planned.step)) == bool(fragments) == any("in fragments" in n for n in compiled.plan.notes)
