@@ -58,9 +58,12 @@ class CompiledModel:
                 f"expected memory of at most the {total} bytes ({gib(total)}) of {device.where}, found {options.memory}"
             )
         if options.cuts is not None and ranks is not None and (ranks.hosts > 1 or options.updates is not None):
+            cut = f'fragments={options.fragments!r} where several ranks train: expected one host and update="step", found'
+            if ranks.hosts > 1:
+                raise ValueError(f"{cut} {ranks.hosts} hosts, each with parts of whole weights; leave fragments= out")
             raise ValueError(
-                'fragments= where several ranks train: expected one host and update="step", since ranks update shares, and '
-                "hosts have parts, of whole weights; leave fragments= out"
+                f'{cut} update="backward", by which ranks update shares of whole weights; pass update="step", or leave '
+                "fragments= out"
             )
         self.options = options if options.memory is not None else replace(options, memory=free_nbytes(device))
         self.device = device

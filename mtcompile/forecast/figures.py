@@ -24,10 +24,11 @@ from mtcompile.passes.analysis.state import (
     weights_nbytes,
     weights_on_disk_nbytes,
 )
+from mtcompile.passes.cuts.fragments.figures import told_whole
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.limits import NotWorthwhile
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
-from mtcompile.passes.step_graph import inputs_of
+from mtcompile.passes.step_graph import fragments_of, inputs_of
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us, exposed_us, time_of
@@ -65,7 +66,15 @@ def figures(request: ForecastRequest, sized: SizedStep, planned: Planned | DoesN
         forced = _with_plan(refused, candidates, least)
         return replace(forced, feasible=False, minimum_device_bytes=least.schedule.peak_nbytes["device"])
     verify(planned.schedule)
-    return _with_plan(replace(unplanned, feasible=True), candidates, planned)
+    return _with_plan(replace(unplanned, feasible=True), candidates, _with_notes(request, sized, planned))
+
+
+def _with_notes(request: ForecastRequest, sized: SizedStep, planned: Planned) -> Planned:
+    """Adds to a plan in fragments which large weights stay whole, and why."""
+    if not fragments_of(planned.step):
+        return planned
+    told = told_whole(sized.captured, sized.form.cut, planned.step, request.allowed(sized.captured).begins)
+    return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *told)))
 
 
 def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
@@ -107,6 +116,7 @@ def _with_plan(unplanned: Forecast, candidates: Candidates, planned: Planned) ->
         disk_direct=plan.disk_direct,
         certificate=plan.certificate,
         gap=plan.gap,
+        notes=plan.notes,
         planned=planned,
     )
 

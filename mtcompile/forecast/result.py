@@ -78,6 +78,7 @@ class Forecast:
     found. ``peak_expressions``: with ``solve``, the bytes that the leanest plan needs in each tier, as sympy expressions.
     ``scaling``: of several ranks; then ``tokens`` and ``tokens_per_s`` are those of all, bytes of the host and of the state
     those of all ranks of a host, and other figures those of each.
+    ``notes``: what else a reader should know of the plan, such as which large weights stay whole beside others in fragments.
     ``planned``: None if nothing fits, unless forced. ``joint`` and ``problem``: the joint graph, and the planning problem made
     from it.
     """
@@ -118,6 +119,7 @@ class Forecast:
     solved: Mapping[str, int] | None = None
     peak_expressions: Mapping[str, str] | None = None
     scaling: Scaling | None = None
+    notes: tuple[str, ...] = ()
     planned: Planned | None = None
     joint: fx.GraphModule | None = None
     problem: PlanningProblem | None = None
@@ -175,6 +177,7 @@ def _lines(f: Forecast) -> list[str]:
         lines.append(
             f"  smallest device memory that works, cut as here: {gib(f.minimum_device_bytes)} (--solve memory tries every cut)"
         )
+        lines += [f"  note: {note}" for note in f.notes]
         lines.append(f"  numerics: {f.numerics}")
     for tier, expression in (f.peak_expressions or {}).items():
         lines.append(f"  bytes of {tier}, at least needed: {expression}")

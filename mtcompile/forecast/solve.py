@@ -102,7 +102,11 @@ def plan(
     options = update_options(update, max_grad_norm, run_ahead, "stop")
     check_fragments(fragments, options)
     if fragments not in (None, "auto") and (solve is not None or hosts > 1 or (gpus > 1 and options is not None)):
-        raise ValueError('expected fragments= without solve=, and with one rank, or several of one host and update="step"')
+        raise ValueError(
+            'expected fragments= without solve=, and with one rank, or several of one host and update="step", found '
+            f'solve={solve!r}, gpus={gpus}, hosts={hosts}, update={update!r}; pass update="step" for several ranks of one '
+            "host, or leave fragments= out"
+        )
     if accumulate < 1 or (isinstance(model, str) and batch % accumulate):
         raise ValueError(f"expected accumulate to divide the batch of {batch}, found {accumulate}")
     if accumulate > 1 and solve in ("batch", "seq"):

@@ -7,6 +7,7 @@ alternative is the same plan with one decision changed, lowered and simulated.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 from torch import fx
@@ -56,6 +57,7 @@ def explain(
         compare(schedule, predicted, measured, here) if measured else None,
         "" if measured else unmeasured,
         plan.certificate,
+        tuple(note for note in plan.notes if any(_is_about(note, value) for value in values)),
     )
 
 
@@ -173,8 +175,18 @@ def _lives(planned: Planned) -> dict[str, list[Life]]:
 def _names(asked: str, value: Value) -> bool:
     """Tells whether the path of the value, its module or its block contains ``asked``, as neighbouring parts between dots."""
     wanted = asked.split(".")
-    paths = [path.split(".") for path in (value.name, value.module, value.block, value.value) if path]
+    paths = [path.split(".") for path in (value.name, _whole(value), value.module, value.block, value.value) if path]
     return any(path[i : i + len(wanted)] == wanted for path in paths for i in range(len(path) - len(wanted) + 1))
+
+
+def _whole(value: Value) -> str:
+    """The name of the parameter that a value is, or is a fragment of."""
+    return value.name.partition("[")[0]
+
+
+def _is_about(note: str, value: Value) -> bool:
+    """Tells whether a plan's note names a parameter."""
+    return value.role == "param" and re.search(rf"(?<![\w.]){re.escape(_whole(value))}(?![\w.]*\w)", note) is not None
 
 
 def _unknown(asked: str, values: Iterable[Value], blocks: Iterable[str]) -> str:

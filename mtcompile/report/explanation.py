@@ -57,7 +57,7 @@ class Explanation:
     ``step_time_us`` (update included), ``peak_bytes`` and ``certificate`` are the plan's. ``exact``: lowering the plan again
     gives its own figures, so that the ``alternatives`` compare with it (compiled and recorded kernels need other workspace).
     ``compared`` and ``compared_here``: predicted and measured times of the last step, of all instructions and of those that
-    touch these values. ``unmeasured``: why there are none."""
+    touch these values. ``unmeasured``: why there are none. ``notes``: those of the plan that name one of these parameters."""
 
     asked: str
     step_time_us: float
@@ -70,6 +70,7 @@ class Explanation:
     compared_here: Compared | None = None
     unmeasured: str = ""
     certificate: Certificate | None = None
+    notes: tuple[str, ...] = ()
 
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps(asdict(self), indent=indent)
@@ -103,6 +104,7 @@ def _text(e: Explanation) -> str:
         lines.append(f"  {kind} {subject}: {choice}, for {listed(names, 3)}: {reason}")
     if not reasons:
         lines.append("  there was nothing to decide: it is made and used within its regions, or belongs to the caller")
+    lines += [f"  note: {note}" for note in e.notes]
     lines += _alternatives(e)
     if e.compared is None or e.compared_here is None:
         lines += [f"  {e.unmeasured}"] if e.unmeasured else []

@@ -207,6 +207,11 @@ class Tied(Wide):
 def test_the_plan_says_why_a_tied_weight_stays_whole_and_a_refusal_what_keeps_all_whole() -> None:
     compiled, fragments, plain = trained(Tied, 6 * WEIGHT, fragments="exact")
     assert same(fragments, plain)
-    assert any(note.startswith("whole: table.weight; an embedding reads it too") for note in compiled.plan.notes)
+    (why,) = (note for note in compiled.plan.notes if note.startswith("whole: "))
+    assert why.startswith("whole: table.weight; an embedding reads it too")
+    assert compiled.explain("table.weight").notes == (why,) and why in str(compiled.explain("table"))
+    assert [note[:12] for note in compiled.explain("first.weight").notes] == ["in fragments"]
+    forecast = mtcompile.plan(Tied(), {"x": torch.randn(4, 64)}, memory=6 * WEIGHT, fragments="exact", machine="rtx4090")
+    assert why in forecast.notes and why in str(forecast)
     with pytest.raises(mtcompile.BudgetError, match=r'leave out max_grad_norm=.*fragments="auto" keeps weights whole'):
         trained(First, WEIGHT // 2, update="backward", max_grad_norm=1.0)

@@ -73,4 +73,4 @@ def test_ranks_of_one_host_take_a_weight_in_fragments(share: bool, tmp_path: Pat
         assert found["same"] and found["cut"] and found["common"] == share
         device, planned_device, host, planned_host = found["peak"]
         assert device <= planned_device <= WEIGHT // 2 and host <= planned_host
-        assert 'one host and update="step"' in found["refused"]
+        assert 'expected one host and update="step"' in found["refused"] and 'pass update="step"' in found["refused"]
