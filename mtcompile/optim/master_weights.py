@@ -315,11 +315,11 @@ class Masters:
         self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], scale: float, homes: Homes
     ) -> Callable[[Staged, Tensor], None]:
         """Returns what updates pieces of one parameter that is at home elsewhere, given each and the gradient of the parameter,
-        or of the piece alone; counts its step up."""
+        or of the piece alone. Its step is to be counted up before the first."""
         name, state = self.by_parameter[id(parameter)].name, optimizer.state[parameter]
         keys = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
         update = written_update(optimizer, parameter, group, scale)
-        count_step(optimizer, parameter)
+        count_step(optimizer, parameter, 0)
         for key in [key for key in keys if state.get(key) is None]:
             state[key] = homes.new_zeros(name, key, parameter, torch.float32)
 

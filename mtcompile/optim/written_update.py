@@ -52,10 +52,10 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def count_step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
-    """Counts the step of a parameter up in its state, where its formula counts steps."""
+def count_step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, steps: int = 1) -> None:
+    """Counts the steps of a parameter up in its state, where its formula counts them."""
     if class_name(optimizer) != "SGD":
-        optimizer.state[parameter].setdefault("step", torch.tensor(0.0)).add_(1)
+        optimizer.state[parameter].setdefault("step", torch.tensor(0.0)).add_(steps)
 
 
 def grad_scaling(optimizer: torch.optim.Optimizer) -> tuple[float, bool]:

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +24,8 @@ import mtcompile
 from mtcompile.checkpoint import load, save
 from mtcompile.errors import BudgetError, StepError
 from mtcompile.runtime.disk.errors import DiskError
-from mtcompile.runtime.schedule import SECTOR, Schedule, used_by_disk
+from mtcompile.runtime.disk.requests import Requests
+from mtcompile.runtime.schedule import BLOCK, SECTOR, Schedule, used_by_disk
 from mtcompile.runtime.verify import ScheduleError, verify
 from tests.helpers.stacks import WIDTH, Residual
 
@@ -242,6 +244,49 @@ def test_a_write_that_fails_leaves_a_model_that_says_so_until_it_is_loaded(
     for _ in range(2):
         assert torch.equal(step(model, optimizer), step(plain, other))
     same(model, optimizer, plain, other)
+
+
+def test_a_read_that_fails_for_the_first_update_leaves_the_model_as_before_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once where there is no optimizer state yet, and once where it is read too."""
+    plain, read = Model(), Requests.read
+    model, optimizer = on_disk(tmp_path, plain)
+    other = adamw(plain)
+
+    def failing(requests: Requests, *about: Any) -> None:
+        if threading.current_thread().name.startswith("mtcompile-disk-in"):  # the thread that reads for updates
+            raise DiskError(errno.EIO, "read failed: Input/output error")
+        read(requests, *about)
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(Requests, "read", failing)
+            with pytest.raises(DiskError, match="Input/output error"):
+                step(model, optimizer)
+        assert torch.equal(step(model, optimizer), step(plain, other))
+    same(model, optimizer, plain, other)
+
+
+def test_requests_that_carry_fewer_bytes_than_asked_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, lengths = Model(), list[int]()
+    model, optimizer = on_disk(tmp_path, plain)
+    other = adamw(plain)
+
+    def short(carry: Any) -> Any:
+        def call(file: int, buffers: Any, at: int) -> int:
+            (whole,) = buffers
+            lengths.append(len(whole))
+            return int(carry(file, [memoryview(whole)[:BLOCK]], at))
+
+        return call
+
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, short(getattr(os, name)))
+    for _ in range(2):
+        assert torch.equal(step(model, optimizer), step(plain, other))
+    same(model, optimizer, plain, other)
+    assert max(lengths) > BLOCK
 
 
 @pytest.mark.long

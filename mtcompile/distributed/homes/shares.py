@@ -30,7 +30,7 @@ from mtcompile.optim.disk_state import REMAINDER, Staged
 from mtcompile.optim.master_weights import MASTER, Master, Masters
 from mtcompile.optim.state_sizes import STATES
 from mtcompile.optim.training_state import numbered
-from mtcompile.optim.written_update import flat
+from mtcompile.optim.written_update import count_step, flat
 from mtcompile.passes.analysis.state import share_length
 from mtcompile.runtime.devices.arena import Layout, part
 from mtcompile.runtime.optim.operands import joined
@@ -105,7 +105,7 @@ class HostShares:
     def update(self, backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
         """Updates this rank's share of the parameters that have these gradients. Raises StepError for an optimizer's state that
         is not of the parameter's size."""
-        optimizer = backward.optimizer
+        optimizer, backward.has_updated = backward.optimizer, True
         for name, grad in grads.items():
             parameter = backward.parameters[name]
             masters = backward.masters
@@ -121,6 +121,7 @@ class HostShares:
                 scale = 1.0 if factor is None else float(factor)
                 group = backward.groups[id(parameter)][1]
                 change = masters.staged_update(optimizer, parameter, group, scale, self)
+                count_step(optimizer, parameter)
                 if own.start < own.stop:
                     change(self._staged(name, parameter, entry, master), grad)
             else:

@@ -16,17 +16,18 @@ from torch import Tensor, nn
 from mtcompile.optim.backward.kernels import Backward, coming_on_disk, elements_of, update_plain
 from mtcompile.optim.disk_state import REMAINDER, DiskState, Homes, OnDisk, Staged
 from mtcompile.optim.master_weights import Master, Masters
-from mtcompile.optim.written_update import flat
+from mtcompile.optim.written_update import count_step, flat
 from mtcompile.passes.step_graph import Fragment
 
 
 @dataclass(slots=True)
 class _Begun:
     """A parameter of which some rows have been updated. ``entry``: its state as the last rows leave it; ``apply``: the written
-    formula of its master, if it has one."""
+    formula of its master, if it has one; ``counted``: whether its step has been."""
 
     entry: dict[str, Any] = field(default_factory=dict)
     apply: Callable[[Staged, Tensor], None] | None = None
+    counted: bool = False
     rows: int = 0
 
 
@@ -89,6 +90,7 @@ def _update_master(backward: Backward, masters: Masters, begun: _Begun, rows: tu
     tensors = {k: v for k, v in backward.optimizer.state[parameter].items() if _is_whole(v, parameter)}
     state = {key: flat(_rows(value, part)) for key, value in tensors.items()}
     values, remainder = flat(_rows(parameter.detach(), part)), flat(_rows(master.remainder, part))
+    _count(backward, begun, parameter)
     apply(Staged(part.parameter, parameter, 0, values.numel(), values, remainder, state), grad)
 
 
@@ -116,6 +118,7 @@ def _update_on_disk(
 
     def change(staged: Staged) -> None:
         if master is not None:
+            _count(backward, begun, parameter)
             apply(staged, grad[staged.start - first : staged.stop - first])
         else:
             update_plain(backward, {part.parameter: grad}, factor, staged)
@@ -128,12 +131,20 @@ def _update_on_disk(
 def _written(
     backward: Backward, masters: Masters, begun: _Begun, parameter: nn.Parameter, homes: Homes
 ) -> Callable[[Staged, Tensor], None]:
-    """Returns the written formula of a parameter, whose step is counted up before its first rows. ``homes``: of new state."""
+    """Returns the written formula of a parameter. ``homes``: of new state."""
     if begun.apply is None:
         backward.allocated_state |= not backward.optimizer.state.get(parameter)
         group = backward.groups[id(parameter)][1]
         begun.apply = masters.staged_update(backward.optimizer, parameter, group, 1.0, homes)
     return begun.apply
+
+
+def _count(backward: Backward, begun: _Begun, parameter: nn.Parameter) -> None:
+    """Notes an update by the written formula: counts the step up before the first rows."""
+    backward.has_updated = True
+    if not begun.counted:
+        count_step(backward.optimizer, parameter)
+        begun.counted = True
 
 
 def _entry(state: Mapping[str, Any]) -> dict[str, Any]:

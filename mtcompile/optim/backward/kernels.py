@@ -22,6 +22,7 @@ from mtcompile.errors import StepError
 from mtcompile.optim.disk_state import REMAINDER, DiskState, OnDisk, Staged
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.update_options import UpdateOptions
+from mtcompile.optim.written_update import count_step
 from mtcompile.passes.step_graph import Fragment, gradient_norms, gradient_scale, update
 from mtcompile.runtime.optim import host_kernels
 
@@ -160,7 +161,6 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
         return parameters
     if checked and (position := _first_nonfinite(backward, names, grads)) is not None:
         _stop_or_warn(backward, names[position])
-    backward.has_updated = True
     addresses: set[int] = set()
     for index, grad in enumerate(grads):  # two parameters may have one gradient, which is scaled in place
         if grad.data_ptr() in addresses:
@@ -195,7 +195,7 @@ def _stop_or_warn(backward: Backward, name: str) -> None:
 
 
 def _update_on_disk(backward: Backward, disk: DiskState, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
-    """Update parameters on disk, each while it is in host memory."""
+    """Update parameters on disk, each while it is in host memory. Until the first one has been read, nothing has changed."""
     optimizer, masters = backward.optimizer, backward.masters
     scale = 1.0 if factor is None else float(factor)
     states, written = [], dict[str, Callable[[Staged, Tensor], None]]()
@@ -212,6 +212,9 @@ def _update_on_disk(backward: Backward, disk: DiskState, grads: Mapping[str, Ten
 
     def change(staged: Staged) -> None:
         if staged.name in written:
+            backward.has_updated = True
+            if not staged.start:  # the first piece
+                count_step(optimizer, staged.parameter)
             written[staged.name](staged, grads[staged.name])
         else:
             update_plain(backward, {staged.name: grads[staged.name]}, factor, staged)
@@ -262,7 +265,7 @@ def _update_masters(
 def update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None, staged: Staged | None = None) -> None:
     """Step an optimizer of the same class over stand-ins that share the parameters' memory, version counters and state; or over
     one that is ``staged``."""
-    optimizer = backward.optimizer
+    optimizer, backward.has_updated = backward.optimizer, True
     groups: dict[int, dict[str, Any]] = {}
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     for name, grad in grads.items():

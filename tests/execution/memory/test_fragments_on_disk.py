@@ -311,6 +311,32 @@ def test_a_fragment_is_read_and_updated_while_the_one_before_is_written(
     assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("way", ["model", pytest.param("masters", marks=pytest.mark.long)])
+def test_a_fragment_that_cannot_be_read_for_the_first_update_leaves_the_model_as_before_the_step(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = WAYS.get(way, {})
+    plain = First().to(torch.bfloat16 if options else torch.float32)
+    plain.first.bias.requires_grad_(False)  # else it is updated first, on the device
+    ours = on_disk(tmp_path, plain, **options)
+    theirs = compiled(plain, **{**options, "memory": "64MiB", "host": None, "fragments": None})
+    assert torch.equal(step(*ours, 0), step(*theirs, 0))
+    real = store_of(ours[0])._requests.read
+
+    def failing(transfers: Any, verify: bool) -> None:
+        if threading.current_thread().name.startswith("mtcompile-disk-in"):  # the thread that reads for updates
+            raise DiskError("read failed")
+        real(transfers, verify)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_of(ours[0])._requests, "read", failing)
+        with pytest.raises(DiskError):
+            step(*ours, 1)
+    for seed in (1, 2):
+        assert torch.equal(step(*ours, seed), step(*theirs, seed))
+    assert_same(ours, theirs)
+
+
 @pytest.mark.parametrize(("number", "nth"), [(errno.ENOSPC, 1), pytest.param(errno.EIO, -1, marks=pytest.mark.long)])
 def test_a_write_that_fails_behind_is_told_in_its_step(
     number: int, nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
