@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import linecache
+import logging
 from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
+from torch._dynamo import config as dynamo_config
 from torch._dynamo import guards
 
 from mtcompile import compiler
@@ -53,9 +55,14 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_captures() -> None:
-    """Lets Dynamo neither time its guards, for which it empties the processor's caches, nor look whether sources changed."""
+    """Lets Dynamo neither time its guards, for which it empties the processor's caches, nor look whether sources changed, nor
+    collect garbage each time, nor write down graphs and guards for a log, which it does while that has handlers."""
     guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
     linecache.checkcache = lambda filename=None: None
+    dynamo_config.run_gc_after_compile = False
+    trace_log = logging.getLogger("torch.__trace")
+    trace_log.handlers.clear()
+    trace_log.propagate = True  # pytest gives handlers of its own to each logger that does not
 
 
 @pytest.fixture(scope="module")

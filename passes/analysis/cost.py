@@ -224,7 +224,7 @@ def node_cost(node: fx.Node) -> Cost:
 def _cost_of_tiles(node: fx.Node) -> Cost:
     """The cost of all tiles, each of which also writes its part of the results."""
     program = program_of(str(node.args[0]))
-    bodies = (body_cost(body.graph) for body, count in program.bodies for _ in range(count))
+    bodies = (kernel_cost(body) for body, count in program.bodies for _ in range(count))
     results = len(program.makes) * len(program.bounds)
     return sum(bodies, Cost(0, 2 * sum(span_nbytes(v) for v in iter_tensors(node)), results))
 
