@@ -1,7 +1,7 @@
 """Gradient-free calls (evaluation, generation, reference models): the plain forward runs at any shape, within the budget.
 
 Parameters that the device has no lasting place for are lent to it. What else a call takes is measured the first time, for each
-call that is notably larger than known ones, and now and then.
+call that is notably larger than known ones, and now and then. A call that is not known to fit, and may not, is planned.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ class GradientFreeCalls:
         if (homes.odd and self._where.type != "cpu") or not self._fits(homes, others):
             return self.planned(args, kwargs)
         least = self._least(size, args, kwargs) if self._is_whole else 0
+        if self._is_whole and others is None and not least and not self._known.by_kind:
+            least = self._least_lent(homes) + _AT_ONCE * _largest_value(model, args, kwargs)
         if self.session.resting_nbytes() + homes.held_nbytes + least > self._budget:
             try:
                 with only_whole():
@@ -311,6 +313,14 @@ def _without_cast_cache() -> Iterator[None]:
 def _versions(model: nn.Module) -> list[tuple[int, int]]:
     """Returns what tells whether a forward has changed buffers."""
     return [(id(buffer), version_of(buffer)) for buffer in model.buffers()]
+
+
+def _largest_value(model: nn.Module, args: Any, kwargs: Any) -> int:
+    """Returns about the bytes of the largest value of a call of which nothing is known: for each row of an input, or each
+    number if these are integers, as many numbers as the widest parameter has."""
+    widest = max((max(p.shape, default=1) * p.element_size() for p in nn.Module.parameters(model)), default=1)
+    given = tensors_in((args, kwargs))
+    return widest * max((t.numel() // (t.shape[-1] if t.dim() and t.is_floating_point() else 1) for t in given), default=0)
 
 
 def _least_of_forward(step: fx.GraphModule) -> int:

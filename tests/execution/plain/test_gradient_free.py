@@ -169,6 +169,20 @@ def test_a_larger_call_is_refused_before_it_runs_by_what_a_smaller_one_took() ->
     assert model.memory_report()["peak_device_bytes"] <= 1 << 20
 
 
+def test_a_first_call_that_may_not_fit_is_planned_before_it_runs() -> None:
+    x, plain = torch.randn(2048, stacks.WIDTH), stacks.Residual(layers=2)
+    for memory, fits in ((1 << 20, False), (9 << 20, True)):
+        model = mtcompile.compile(copy.deepcopy(plain), memory=memory, device="cpu")
+        with torch.no_grad():
+            if fits:
+                assert torch.equal(model(x), plain(x))
+            else:
+                with pytest.raises(mtcompile.BudgetError, match="no plan fits memory="):
+                    model(x)
+            assert torch.equal(model(x[:8]), plain(x[:8]))
+        assert 0 < model.memory_report()["peak_device_bytes"] <= memory
+
+
 def test_a_first_call_is_refused_before_it_runs_by_what_a_training_step_took() -> None:
     x = torch.randn(256, stacks.WIDTH)
     model = mtcompile.compile(stacks.Residual(layers=2), memory="1MiB", device="cpu")
