@@ -24,7 +24,8 @@ from mtcompile.runtime.schedule import gib
 Ladder = Sequence[Plan]
 _BESIDE = 2  # homes before and behind one that may be on the device with it
 WaitKind = Literal["return", "gradients"]
-_SIZES = 4  # of values that a block keeps: these come back ahead one after the other, the smaller ones together
+_RANKS = 6  # of values that a block keeps: these come back ahead one after the other, the smaller ones together
+_ENDS = 3  # blocks at the beginning, and at the end, that may keep less than all others
 _NEAR_FLOOR = (1, 2)  # a little more kept than the fewest bytes: a kernel that recomputes less may need less
 
 
@@ -116,19 +117,23 @@ def waiting_less(ahead: Plan, param_nbytes: Mapping[str, int]) -> Ladder:
 
 
 def _loading_less(ahead: Plan, blocks: list[Block]) -> list[Ladder]:
-    """Returns plans whose blocks all keep as much at home, for each of their inner variants. At first nothing of it comes back
-    ahead, then more and more, the largest values first: small ones that do not fit beside the next backward cost least. None
-    where most blocks differ: what one keeps says little of the others then."""
+    """Returns plans whose blocks all keep as much at home, for each of their inner variants; and those whose first and last
+    blocks keep less, as they are beside an embedding and a head. At first nothing of it comes back ahead, then more and more,
+    the largest values first: small ones that do not fit beside the next backward cost least. None where most blocks differ:
+    what one keeps says little of the others then."""
     searched: list[Ladder] = []
     if 2 * len({id(block.variants) for block in blocks}) > len(blocks):
         return searched
+    why, inner = "kept at home: costs transfers, no recomputation", blocks[_ENDS : len(blocks) - _ENDS]
+    ends = [block for block in blocks if block not in inner]
     for index in range(1, max((len(block.variants) for block in blocks), default=0) - 1):
-        start = _with_variants(ahead, blocks, index, "kept at home: costs transfers, no recomputation")
-        ranks = at_home_by_rank(start, blocks)
-        plans = [_with(start, loading([value for values in ranks for value in values], True, "there is no room for it"))]
-        for values in ranks:
-            plans.append(_with(plans[-1], loading(values, False, "hides behind other regions")))
-        searched.append(tuple(plans))
+        for of_ends in (index - 1, index) if inner else (index,):
+            start = _with_variants(_with_variants(ahead, inner, index, why), ends, of_ends, why)
+            ranks = at_home_by_rank(start, blocks)
+            plans = [_with(start, loading([value for values in ranks for value in values], True, "there is no room for it"))]
+            for values in ranks:
+                plans.append(_with(plans[-1], loading(values, False, "hides behind other regions")))
+            searched.append(tuple(plans))
     return searched
 
 
@@ -137,9 +142,8 @@ def at_home_by_rank(plan: Plan, blocks: Sequence[Block]) -> list[list[fx.Node]]:
     by_rank: dict[int, list[fx.Node]] = {}
     for block in blocks:
         values = [block.saved[i] for i in kept_positions(plan, block) if plan.activation(block.saved[i].name) == "host"]
-        sizes = sorted({value.meta["nbytes"] for value in values}, reverse=True)
-        for value in values:
-            by_rank.setdefault(min(sizes.index(value.meta["nbytes"]), _SIZES), []).append(value)
+        for rank, value in enumerate(sorted(values, key=lambda value: -value.meta["nbytes"])):
+            by_rank.setdefault(min(rank, _RANKS), []).append(value)
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 

@@ -29,7 +29,7 @@ _WHY = "found by climbing"
 _CLIMBS, _SHARES = 16, 25  # peaks up to which plans are improved, of how many
 _STARTS, _MOVES = (1.0, 0.9, 0.8), (60, 40, 40)  # of a limit: where climbs to it start; plans that they evaluate at first
 _MOST_AHEAD = 4
-_NEAR_FLOOR = (1.0, 1.04, 1.1)  # of the lowest peak: where little room makes plans much faster
+_NEAR_FLOOR = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2)  # of the lowest peak: where little room makes plans much faster
 _LARGEST = 2  # sizes of homes that may wait
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
 Move = Callable[[Plan], Iterator[Plan]]
@@ -49,7 +49,8 @@ def limits_between(low: int, high: int, device_nbytes: int) -> list[int]:
     shares = [round(device_nbytes * i / _SHARES) for i in range(1, _SHARES)]
     within = [limit for limit in shares if low <= limit <= high]
     if len(within) >= _CLIMBS // 2:
-        return [*(near for share in _NEAR_FLOOR if (near := round(low * share)) < within[0]), *within]
+        near = {int(low * share) for share in _NEAR_FLOOR}
+        return sorted({limit for limit in near if limit <= high} | set(within))
     return [round(low * (high / max(1, low)) ** (i / _CLIMBS)) for i in range(1, _CLIMBS + 1)]
 
 

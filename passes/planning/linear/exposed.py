@@ -48,7 +48,7 @@ def gaps_between(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms:
         terms.loads["exposed", PHASES[1]].append(Load(low, high, {idle: 1.0}))
         needs, shared = terms.needs[then], terms.needs[first]
         apart = {home: nbytes for home, nbytes in needs.read.items() if home not in (*shared.read, *shared.stored)}
-        fetched = added(terms.again(terms.by_share(apart)), choices.back[low])
+        fetched = added(terms.again(terms.by_share(apart)), choices.back[low], choices.given_first[low])
         gaps.append(Gap(high, low, (idle, busy), fetched, terms.by_share(shared.stored)))
     elsewhere = {gap.us[1]: 1.0 for gap in gaps}
     updates_us = {home: costs[home].device_update_us for home in terms.away}

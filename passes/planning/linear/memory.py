@@ -104,11 +104,12 @@ def hold_memory(
         near += [stored[other.index] for other in after]
         beyond = choices.leaving[index] if ahead else {}  # a plan may let it go later than it must
         grads, grads_nbytes = waits.gradients.get(index, ({}, 0.0))
-        own = [needed[index], back[index]] if whole else []
+        read = [needed[index], *([] if ahead else [choices.given[index]])] if whole else []
+        own = [*read, back[index]] if whole else []
         at_once = [(added(live, beyond, *own, *near, grads), always + beside + grads_nbytes)]
         if whole and again_counts and (inside := _inside(problem, block, backward[index][0], insides)):
             others = {variable: -nbytes for variable, nbytes in choices.saved[index].items()}
-            at_once.append((added(live, others, beyond, needed[index], *near, grads), always + inside + grads_nbytes))
+            at_once.append((added(live, others, beyond, *read, *near, grads), always + inside + grads_nbytes))
         at_backward[index] = at_once
         for nbytes, fixed in at_once:
             terms.program.holds(counted, "device", nbytes, fixed)

@@ -112,12 +112,13 @@ def test_the_bound_is_never_above_a_plan_with_homes_on_disk(case: str, way: str,
 
 
 def test_near_the_floor_the_bound_counts_copies_that_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = PlanningProblem(crossing(), SLOW, Budgets(updates=Updates(run_ahead=True)))
+    slower = replace(SLOW, h2d_gbps=SLOW.h2d_gbps / 4, d2h_gbps=SLOW.d2h_gbps / 4)
+    problem = PlanningProblem(mixed(), slower, Budgets(updates=Updates(run_ahead=True)))
     candidates = Candidates(problem)
     least = candidates.least().plan
     bound_us = candidates.bound_us(least.peak_bytes["device"], None)
     monkeypatch.setattr("mtcompile.passes.planning.linear.relaxation.gaps_between", lambda *about: [])
-    assert Candidates(problem).bound_us(least.peak_bytes["device"], None) < bound_us <= least.total_us
+    assert Candidates(problem).bound_us(least.peak_bytes["device"], None) < 0.995 * bound_us < least.total_us
 
 
 def test_gradients_of_homes_on_the_device_wait_there_for_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
