@@ -247,6 +247,7 @@ def inputs_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -269,6 +270,7 @@ def test_the_graph_is_that_of_all_blocks(case: str, inputs_traced: list[int], mo
     assert (most < inputs_traced[0]) == (case in STAMPED)
 
 
+@pytest.mark.slow
 def test_memory_of_two_blocks_is_refused_as_in_the_whole_graph() -> None:
     model = Stack(Counting)
     model.blocks[3].count = model.blocks[0].count.view(WIDTH)  # only one of the two is traced

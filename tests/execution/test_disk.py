@@ -95,6 +95,7 @@ def test_what_fits_the_host_does_not_move(tmp_path: Path) -> None:
     assert not on_disk(model) and not (tmp_path / "disk").exists()
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_is_on_disk_and_what_a_step_moves(tmp_path: Path) -> None:
     model, optimizer = compiled(tmp_path, Model())
     step(model, optimizer, torch.randn(16, WIDTH))
@@ -277,6 +278,7 @@ def test_a_flipped_bit_on_disk_is_named_before_it_is_used(tmp_path: Path, monkey
     assert name.startswith("layers.")
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_before_anything_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Model()
     model, optimizer = compiled(tmp_path, plain)
@@ -292,6 +294,7 @@ def test_a_full_disk_is_said_before_anything_moves(tmp_path: Path, monkeypatch: 
     same_training(model, optimizer, plain, 1)
 
 
+@pytest.mark.slow
 def test_refusals_say_what_would_work(tmp_path: Path) -> None:
     for disk, message in [
         ("/tmp", "expected disk to be a folder and a size"),
@@ -311,6 +314,7 @@ def test_refusals_say_what_would_work(tmp_path: Path) -> None:
         model(torch.randn(16, WIDTH))
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_or_sense_is_refused_before_anything_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Model()
     model, optimizer = compiled(tmp_path / "disk", plain)
@@ -327,6 +331,7 @@ def test_a_disk_without_room_or_sense_is_refused_before_anything_moves(tmp_path:
     assert on_disk(model)
 
 
+@pytest.mark.slow
 def test_a_weight_on_disk_that_is_to_train_is_refused(tmp_path: Path) -> None:
     plain = Model()
     model, optimizer = compiled(tmp_path, plain)

@@ -89,6 +89,7 @@ OPTIMIZERS = {
 HOSTS = {"momentum": "1.9MB", "RMSprop": "1.9MB"}  # for those that keep one state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["AdamW", *(pytest.param(n, marks=pytest.mark.long) for n in OPTIMIZERS if n != "AdamW")])
 def test_weights_and_state_on_disk_train_with_the_bits_of_plain_pytorch(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,7 @@ from mtcompile.kernels.measure import Measured, example_inputs
 from mtcompile.kernels.random import with_explicit_state, with_generator
 from mtcompile.machine.device import allocator_peak
 from mtcompile.passes.step_graph import is_random, kernel_of, regions
-from tests.helpers.models import Gpt, tokens
+from tests.helpers.models import Gpt, Small, tokens
 from tests.helpers.tracing import trace, traced_case
 from tests.helpers.training import adamw, minimum_bytes, train
 
@@ -38,25 +38,36 @@ def small() -> torch.nn.Module:
     return Gpt(layers=1)
 
 
-def run(model: torch.nn.Module, memory: int | None, kernels: str) -> tuple[Any, Any]:
+def features() -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(4, 32, generator=torch.Generator().manual_seed(4))}
+
+
+def block() -> torch.nn.Module:
+    """Few kernels, each of which a C++ compiler compiles for a second or more."""
+    return Small(blocks=1, norm=nn.LayerNorm)
+
+
+def run(
+    model: torch.nn.Module, memory: int | None, kernels: str, inputs: dict[str, torch.Tensor] | None = None
+) -> tuple[Any, Any]:
     torch.compiler.reset()
     copied = copy.deepcopy(model)
     optimizer = adamw(copied.parameters())
     compiled = mtcompile.compile(copied, memory=memory, optimizer=optimizer, kernels=kernels)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the device peak was")
-        return train(compiled, optimizer, data(), steps=2), compiled
+        return train(compiled, optimizer, data() if inputs is None else inputs, steps=2), compiled
 
 
-@pytest.mark.parametrize("halfway", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_inductor_kernels_from_the_floor_to_resident(halfway: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    model = small()
-    eager, compiled = run(model, None, "eager")
+@pytest.mark.parametrize("make", [block, pytest.param(small, marks=pytest.mark.long)])
+def test_inductor_kernels_from_the_floor_to_resident(make: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    model, inputs = make(), features() if make is block else data()
+    eager, compiled = run(model, None, "eager", inputs)
     half = compiled.memory_report()["planned_peak_device_bytes"] // 2
-    floor = minimum_bytes(model, data())
+    floor = minimum_bytes(model, inputs)
     by_kernels: dict[Any, Any] = {}
-    for memory in (None, *[half] * halfway, int(floor * 1.3)):
-        rows, compiled = run(model, memory, "inductor")
+    for memory in (None, *[half] * (make is small), int(floor * 1.3)):
+        rows, compiled = run(model, memory, "inductor", inputs)
         for row, expected in zip(rows[:-1], eager[:-1], strict=True):
             for one, other in zip(row, expected, strict=True):
                 # Adam's first steps are the gradient's sign, so a rounded gradient near zero moves a weight by 2 lr.

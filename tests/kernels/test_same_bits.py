@@ -43,6 +43,7 @@ def test_a_product_that_is_another_in_fragments_shows(monkeypatch: pytest.Monkey
     assert has_same_bits(graph, Cut(cut.nbytes, splits=True), CPU)  # the contract says that bits differ
 
 
+@pytest.mark.slow
 def test_fragments_have_the_bits_of_plain_or_are_not_used() -> None:
     model, plain = First(torch.float64, 1024), First(torch.float64, 1024)
     x = torch.randn(11, 48, dtype=torch.float64)

@@ -78,6 +78,7 @@ def kept(optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]) -> di
     return {name: sum(map(nbytes, entry.values())) for name, entry in entries.items() if entry}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CLASSES, "ScheduleFree", "Rows", "amsgrad"])
 def test_what_is_counted_before_a_step_is_what_is_there_after_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)

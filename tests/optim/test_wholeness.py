@@ -144,6 +144,7 @@ def test_a_step_that_is_stopped_at_every_line(name: str) -> None:
     assert outcomes(Training(OPTIMIZERS[name]), 1)["said"]
 
 
+@pytest.mark.slow
 def test_a_step_of_masters_that_is_stopped() -> None:
     assert outcomes(Training(OPTIMIZERS["AdamW"], precision="bf16-master32"), 37)["said"] > 10
 

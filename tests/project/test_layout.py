@@ -131,7 +131,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_module_once_the_timeline_the_c_libraries_and_no_other_file(wheel: Path) -> None:
+def test_the_wheel_holds_every_module_once_the_timeline_the_c_libraries_and_no_other_file(wheel: Path, tmp_path: Path) -> None:
+    """The layers are imported from it."""
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"mtcompile"}
     modules = [name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in names if name.endswith(".py")]
@@ -144,10 +145,6 @@ def test_the_wheel_holds_every_module_once_the_timeline_the_c_libraries_and_no_o
     built = [name.partition(".")[0] for name in others]
     assert len(built) == len(set(built)) and set(built) <= libraries, others
     assert {*built} == libraries or not shutil.which("gcc") or sys.platform != "linux", "gcc is here, and did not build both"
-
-
-@pytest.mark.slow
-def test_the_layers_are_imported_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     program = "import mtcompile.passes, mtcompile.runtime; print(mtcompile.runtime.__file__)"
     assert output_of(program, wheel, tmp_path).startswith(str(wheel))
 

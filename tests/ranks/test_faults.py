@@ -217,6 +217,7 @@ def faults(count: int, folder: Path) -> tuple[list[Any], list[Any]]:
     return processes, job.ended(processes, folder)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_at_once(tmp_path: Path) -> None:
     processes, (survivor, killed) = faults(2, tmp_path)
     assert killed is None

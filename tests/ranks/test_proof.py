@@ -105,6 +105,7 @@ def return_a_part(step: fx.GraphModule) -> None:
     step.meta["outputs"] = tuple(specs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [reduce_all, gather_nothing, gather_under_another_name, return_a_part])
 def test_parts_of_parameters_are_updated_by_parts_of_gradients_and_gathered(
     sharded: Forecast, damage: Callable[[fx.GraphModule], None]
@@ -138,6 +139,7 @@ def call_a_part_whole(step: fx.GraphModule) -> None:
             node.meta["part"] = False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [fetch_a_part, gather_another, gather_under_another_name, call_a_part_whole])
 def test_parts_of_weights_are_whole_before_they_are_read(in_parts: Forecast, damage: Callable[[fx.GraphModule], None]) -> None:
     step, planned = step_of(in_parts), in_parts.planned
@@ -214,6 +216,7 @@ def combine_twice(step: fx.GraphModule) -> None:
     item.replace_all_uses_with(twice, delete_user_cb=lambda user: user is not again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [leave_out, take_another, misname, combine_twice])
 def test_a_step_with_other_collectives_is_refused(planned: Forecast, damage: Callable[[fx.GraphModule], None]) -> None:
     step = step_of(planned)
@@ -259,6 +262,7 @@ def test_a_collective_on_another_queue_or_of_device_memory_is_refused(planned: F
         verify(replace(schedule, buffers=buffers))
 
 
+@pytest.mark.slow
 def test_it_is_drawn_and_interpreted_and_numbered(planned: Forecast) -> None:
     step = step_of(planned)
     assert "combined over all ranks" in dot(step)

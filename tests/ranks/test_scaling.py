@@ -23,6 +23,7 @@ def forecast(machine: Any = MACHINE, update: str = "backward", **ranks: Any) -> 
     return mtcompile.plan(Model, {"ids": ids, "labels": labels}, memory="200KB", machine=machine, update=update, **ranks)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_host_share_its_memory() -> None:
     alone, four = forecast(), forecast(gpus=4)
     assert alone.scaling is None and four.scaling is not None and four.planned is not None
@@ -39,6 +40,7 @@ def test_ranks_of_a_host_share_its_memory() -> None:
     assert 0 < sum(i.nbytes for i in network) <= gradients
 
 
+@pytest.mark.slow
 def test_gradients_that_wait_for_the_step_are_of_each_rank() -> None:
     two = forecast(gpus=2, update="step")
     assert two.ledger is not None and two.planned is not None
@@ -53,6 +55,7 @@ def test_gradients_that_wait_for_the_step_are_of_each_rank() -> None:
     assert slow.update_us - hosts.update_us == pytest.approx(gathered, rel=0.05)
 
 
+@pytest.mark.slow
 def test_ranks_cut_a_model_alike_whatever_their_batches() -> None:
     from tests.ranks.reference import Model
 

@@ -72,6 +72,7 @@ def test_a_layer_larger_than_the_device_trains_with_the_same_bits() -> None:
     assert compiled.memory_report()["peak_device_bytes"] <= WEIGHT // 2
 
 
+@pytest.mark.slow
 def test_a_host_without_room_for_a_whole_gradient_trains_in_fragments() -> None:
     """By default, as beside a device that is too small; a forecast says the same."""
     backward: dict[str, Any] = {"update": "backward", "host": 4 * WEIGHT + WEIGHT // 2}  # for the weights and AdamW's state
@@ -85,6 +86,7 @@ def test_a_host_without_room_for_a_whole_gradient_trains_in_fragments() -> None:
     assert mtcompile.plan(First(), {"x": torch.randn(4, 64)}, memory=6 * WEIGHT, machine="rtx4090", **backward).feasible
 
 
+@pytest.mark.slow
 def test_a_weight_whose_input_gets_a_gradient_is_made_whole_again() -> None:
     slow = Machine("slow link", flops=1e10, memory_gbps=2.0, h2d_gbps=0.025, d2h_gbps=0.025, host_gbps=0.2, issue_us=20.0)
     compiled, fragments, plain = trained(Head, 3 * WEIGHT, fragments="exact", throttle=slow)
@@ -204,6 +206,7 @@ class Tied(Wide):
         return self.first(x).square().mean() + F.linear(self.table(ids), self.table.weight).square().mean()
 
 
+@pytest.mark.slow
 def test_the_plan_says_why_a_tied_weight_stays_whole_and_a_refusal_what_keeps_all_whole() -> None:
     compiled, fragments, plain = trained(Tied, 6 * WEIGHT, fragments="exact")
     assert same(fragments, plain)

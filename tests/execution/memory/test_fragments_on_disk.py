@@ -121,6 +121,7 @@ def store_of(model: Any) -> DiskStore:
     return store
 
 
+@pytest.mark.slow
 def test_a_layer_larger_than_device_and_host_trains_from_disk_with_the_bits_of_plain_pytorch(tmp_path: Path) -> None:
     plain = First()
     ours, theirs = on_disk(tmp_path, plain), (plain, adamw(plain.parameters()))  # by default: nothing fits without
@@ -157,6 +158,7 @@ def test_a_weight_larger_than_the_host_is_read_in_fragments_for_its_input_s_grad
     assert len(updates) > 8 and updates[0] < max(place for place, each in schedule.phase("backward") if each.work == "read")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", [pytest.param("forward", marks=pytest.mark.long), "backward"])
 def test_a_flipped_byte_of_a_fragment_on_disk_is_named(phase: str, tmp_path: Path) -> None:
     model, optimizer = on_disk(tmp_path, First())
@@ -175,6 +177,7 @@ def test_a_flipped_byte_of_a_fragment_on_disk_is_named(phase: str, tmp_path: Pat
     assert "first.weight" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_whole_weights_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     plain = First()
     ours, theirs = on_disk(tmp_path / "disk", plain), (plain, adamw(plain.parameters()))
@@ -195,6 +198,7 @@ def test_a_checkpoint_has_whole_weights_and_goes_on_with_the_same_bits(tmp_path:
     assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 def test_batches_of_two_sizes_take_turns_without_new_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each search begins with a whole weight, for which the host has no room."""
     model, optimizer = on_disk(tmp_path, First(), memory=3 * WEIGHT)
@@ -206,6 +210,7 @@ def test_batches_of_two_sizes_take_turns_without_new_plans(tmp_path: Path, monke
     assert len(planned) == 2
 
 
+@pytest.mark.slow
 def test_a_forecast_cuts_what_is_to_be_on_disk() -> None:
     options: dict[str, Any] = {"memory": WEIGHT // 2, "host": WEIGHT * 15 // 16, "disk": "64MiB", "update": "backward"}
     data = {"x": torch.randn(4, WIDTH)}
@@ -227,6 +232,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [pytest.param(w, marks=() if w == "micro-batches" else pytest.mark.long) for w in WAYS])
 def test_other_ways_to_train_have_the_bits_of_a_resident_run(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtcompile.optim.disk_state.PIECE", 8192)  # elements, so that masters are updated in pieces
@@ -279,6 +285,7 @@ def test_frozen_weights_on_disk_are_read_in_fragments(tmp_path: Path) -> None:
     assert ours[0].plan.disk_read_bytes >= WEIGHT and ours[0].plan.disk_write_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_fragment_is_read_and_updated_while_the_one_before_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,6 +344,7 @@ def test_a_fragment_that_cannot_be_read_for_the_first_update_leaves_the_model_as
     assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "nth"), [(errno.ENOSPC, 1), pytest.param(errno.EIO, -1, marks=pytest.mark.long)])
 def test_a_write_that_fails_behind_is_told_in_its_step(
     number: int, nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

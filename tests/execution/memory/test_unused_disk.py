@@ -21,6 +21,7 @@ def compiled(plain: nn.Module, **options: Any) -> tuple[Any, torch.optim.Optimiz
     return mtcompile.compile(model, optimizer=optimizer, device="cpu", memory="1MiB", **options), optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "update"),
     [
@@ -43,6 +44,7 @@ def test_where_all_fits_the_host_a_disk_changes_nothing(block: type[nn.Module], 
     )
 
 
+@pytest.mark.slow
 def test_frozen_weights_leave_the_homes_of_those_that_train_when_a_larger_batch_needs_a_disk(tmp_path: Path) -> None:
     plain = Residual(Adapted)
     model, optimizer = compiled(plain, host="2.4MB", disk=f"{tmp_path}:16MiB")
@@ -60,6 +62,7 @@ def test_frozen_weights_leave_the_homes_of_those_that_train_when_a_larger_batch_
     assert report["peak_host_bytes"] <= report["planned_peak_host_bytes"] <= report["budget_host_bytes"]  # of all programs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [pytest.param(WIDTH, marks=pytest.mark.long), WIDTH - 1])
 def test_a_layer_larger_than_the_device_trains_in_fragments_beside_an_unneeded_disk(width: int, tmp_path: Path) -> None:
     """Also where rows of that size leave no fragment that a disk could read."""

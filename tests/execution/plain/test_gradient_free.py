@@ -129,6 +129,7 @@ class Large(nn.Module):
         return self.down(self.up(self.table(indices)).relu()).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("percent", [106, *(pytest.param(each, marks=pytest.mark.long) for each in (100, 112))])
 def test_a_large_weight_and_the_one_after_it_are_not_there_at_once_where_they_do_not_fit(percent: int) -> None:
     indices = torch.arange(64)
@@ -156,6 +157,7 @@ def test_too_little_memory_is_said_and_nothing_is_lost() -> None:
     assert all(map(torch.equal, state.values(), model.state_dict().values()))
 
 
+@pytest.mark.slow
 def test_a_larger_call_is_refused_before_it_runs_by_what_a_smaller_one_took() -> None:
     x = torch.randn(4, stacks.WIDTH)
     model = mtcompile.compile(stacks.Residual(layers=2), memory="1MiB", device="cpu")
@@ -183,6 +185,7 @@ def test_a_first_call_that_may_not_fit_is_planned_before_it_runs() -> None:
         assert 0 < model.memory_report()["peak_device_bytes"] <= memory
 
 
+@pytest.mark.slow
 def test_a_first_call_is_refused_before_it_runs_by_what_a_training_step_took() -> None:
     x = torch.randn(256, stacks.WIDTH)
     model = mtcompile.compile(stacks.Residual(layers=2), memory="1MiB", device="cpu")

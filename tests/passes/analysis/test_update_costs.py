@@ -21,6 +21,7 @@ def updating(updates: Updates) -> Schedule:
     return lower(rewrite(step, plan), plan, MACHINE, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [2.0, 5.0])
 def test_a_checked_update_reads_each_gradient_once_more(copies: float) -> None:
     updates = Updates(copies)

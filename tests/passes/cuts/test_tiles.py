@@ -90,6 +90,7 @@ def test_rows_keep_their_bits_and_weights_are_summed(batch: int) -> None:
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_biases_layer_norms_and_half_precision(dtype: torch.dtype) -> None:
     """The last tile has fewer rows. bf16 has 8 bits."""

@@ -40,6 +40,7 @@ def check(target: Any, *args: Any) -> None:
     assert layout(result_of(target, args, {})) == layout(target(*args)), (target, args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (1, 3), (2, 3, 4), (2, 3, 4, 5), (1, 3, 4, 5), (2, 3, 1, 5)], ids=str)
 def test_values_of_operations_on_each_element(shape: tuple[int, ...]) -> None:
     for x in layouts(*shape):

@@ -64,6 +64,7 @@ def test_no_plan_is_evaluated_twice_in_a_search(case: str, monkeypatch: pytest.M
         return counted(problem, draft, plan)
 
     monkeypatch.setattr(candidates_module, "evaluate", counting)
+    monkeypatch.setattr(candidates_module, "MOST_SEARCHED", 40)
     remembering, forgetting = Candidates(problem), Candidates(problem)
     remembering._evaluator.able = forgetting._evaluator.able = False  # schedules alone tell the figures
     forgetting._figures, forgetting._paces = Forgetting(), Forgetting()
@@ -160,6 +161,7 @@ def test_near_the_floor_only_the_backward_waits() -> None:
     assert any(ladder[0].decisions == each[0].decisions for each in candidates.ladders)
 
 
+@pytest.mark.slow
 def test_one_program_serves_all_budgets() -> None:
     """What was solved before makes no difference, and blocks that are fetched ahead only take memory."""
     candidates = Candidates(PlanningProblem(crossing(), SLOW, Budgets(updates=Updates(run_ahead=True))))
@@ -177,6 +179,7 @@ def test_one_program_serves_all_budgets() -> None:
     assert all(with_ahead >= without * (1 - 1e-9) for without, with_ahead in zip(first[::2], first[1::2], strict=True))
 
 
+@pytest.mark.slow
 def test_a_slow_host_updates_first_what_is_due_first() -> None:
     machine = replace(SLOW, host_gbps=0.05)
     candidates = Candidates(PlanningProblem(traced_case("chain").step, machine, Budgets(updates=Updates(run_ahead=True))))
@@ -242,6 +245,7 @@ def test_updates_that_need_not_wait_for_the_last_cast_are_seen() -> None:
     assert [point.plan for point in again[0]] == [point.plan for point in points] and again[1] == climbs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["as gradients arrive", pytest.param("behind the forward", marks=pytest.mark.long)])
 def test_the_smallest_host_that_is_named_works_and_nothing_drawn_needs_less(way: str) -> None:
     """Budgets from nothing up to it are refused with the same bytes, and larger ones are not slower."""
@@ -305,6 +309,7 @@ def test_gradients_do_not_wait_for_an_update_on_disk_where_there_are_slots_for_t
     assert hosts[0] < hosts[1] < hosts[2], hosts
 
 
+@pytest.mark.slow
 def test_candidates_of_another_budget_start_with_all_that_is_known() -> None:
     problem = PlanningProblem(trace(Residual(layers=2), {"x": torch.randn(64, WIDTH)}).step, Machine(), Budgets())
     known = Candidates(problem)

@@ -107,6 +107,7 @@ def test_where_the_host_casts_or_updates_are_held_schedules_tell_the_figures(cas
     assert candidates.evaluate(plan).plan == evaluate(candidates.problem, candidates.draft, plan).plan
 
 
+@pytest.mark.slow
 def test_after_figures_that_are_not_those_of_the_schedule_schedules_tell_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is then the one that a search with schedules alone finds."""
     problem = PlanningProblem(crossing(), MACHINES[1], Budgets(updates=WAYS["as gradients arrive"]))

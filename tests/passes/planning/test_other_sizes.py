@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 from torch import fx
 
@@ -45,6 +46,7 @@ def searched() -> tuple[Planned, int]:
     return candidates.best(budget, None), budget
 
 
+@pytest.mark.slow
 def test_a_smaller_step_takes_the_plan_and_it_is_proven() -> None:
     known, budget = searched()
     assert not known.plan.all_resident
@@ -66,6 +68,7 @@ def test_a_smaller_step_takes_the_plan_and_it_is_proven() -> None:
         assert nearness[0] <= 1.05 * nearness[1]
 
 
+@pytest.mark.slow
 def test_a_search_is_left_to_steps_that_it_may_serve_better() -> None:
     known, budget = searched()
     assert plan_like(problem(512, budget), known.plan) is None  # it does not fit

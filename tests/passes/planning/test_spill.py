@@ -34,6 +34,7 @@ class Named(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [0, 8])
 def test_what_is_updated_through_more_of_the_host_than_it_takes_there_stays(layers: int) -> None:
     """And a refusal names the smallest host that works."""

@@ -67,6 +67,7 @@ def both(rank: int, count: int, share: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_ranks_of_one_host_take_a_weight_in_fragments(share: bool, tmp_path: Path) -> None:
     for found in job.run(lambda rank, count: both(rank, count, share), 2, tmp_path):

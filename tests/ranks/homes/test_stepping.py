@@ -91,6 +91,7 @@ def after(ours: Any, optimizer: torch.optim.Optimizer, alone: Any, of_alone: Any
     return differing(ours, alone)
 
 
+@pytest.mark.slow
 def test_a_host_has_weights_masters_and_state_once_and_gradients_per_rank(tmp_path: Path) -> None:
     ranks = job.run(once, 2, tmp_path)
     count = ranks[0]["parameters"]
