@@ -169,7 +169,7 @@ def test_swaps_are_bounded_and_options_that_do_not_go_with_them_are_refused() ->
 
 @pytest.mark.long
 def test_a_link_throttled_to_a_quarter_and_released_while_a_model_trains() -> None:
-    training = Training(throttle=SLOW, memory="8MiB")
+    training = Training(throttle=SLOW, layers=6, memory="7MiB")
     session = training.model._mt_model.session
     quarter = of_a_quarter(session.runner.throttle)
 
@@ -184,8 +184,9 @@ def test_a_link_throttled_to_a_quarter_and_released_while_a_model_trains() -> No
     assert time_us(training, before, quarter) > 1.1 * best_us(training, quarter)
     for machine in (quarter, full):
         session.runner.throttle, swaps = machine, len(training.changes)
+        is_far = time_us(training, training.model.plan, machine) > 1.05 * best_us(training, machine)
         steps()
-        assert len(training.changes) > swaps
+        assert len(training.changes) > swaps or not is_far  # a plan may be near the best at both speeds
         assert time_us(training, training.model.plan, machine) <= 1.05 * best_us(training, machine)
     assert time_us(training, training.model.plan, full) <= 1.05 * time_us(training, before, full)
 
