@@ -47,6 +47,7 @@ class Requests:
 
     def __init__(self, file: Descriptors, chunk: int, depth: int, summed: bool = True, beside: Requests | None = None) -> None:
         self.file, self.checksums = file, Checksums()
+        self.carried_nbytes = 0  # to the file, also in requests that failed; threads may each count too few, never none
         self.summed: bool = summed if beside is None else beside.summed
         self.chunk: int = chunk if beside is None else beside.chunk
         self.depth: int = depth if beside is None else beside.depth
@@ -156,13 +157,18 @@ class Requests:
             ctypes.memmove(piece.address + direct, buffer, rest)
 
     def _write(self, piece: Transfer, buffer: int) -> None:
+        def carry(*about: Any) -> int:
+            count = os.pwritev(*about)
+            self.carried_nbytes += count
+            return count
+
         direct = piece.nbytes // BLOCK * BLOCK if piece.address % SECTOR == 0 else 0
         if direct:
-            _whole(os.pwritev, self.file, piece, piece.address, piece.at, direct, "write")
+            _whole(carry, self.file, piece, piece.address, piece.at, direct, "write")
         if rest := piece.nbytes - direct:
             ctypes.memmove(buffer, piece.address + direct, rest)
             ctypes.memset(buffer + rest, 0, whole_blocks(rest) - rest)
-            _whole(os.pwritev, self.file, piece, buffer, piece.at + direct, whole_blocks(rest), "write")
+            _whole(carry, self.file, piece, buffer, piece.at + direct, whole_blocks(rest), "write")
 
 
 def _parts(transfer: Transfer, nbytes: int) -> Iterator[Transfer]:

@@ -128,6 +128,11 @@ class DiskStore:
         self._requests.write(transfers)
         self.written_nbytes += sum(transfer.nbytes for transfer in transfers)
 
+    @property
+    def carried_nbytes(self) -> int:
+        """Changes whenever bytes of this file have been written, also by a request that failed."""
+        return self._requests.carried_nbytes
+
     def write_behind(
         self, moves: Iterable[Move], submit: Callable[[Callable[[], None]], Future[None]], ended: Callable[[], None]
     ) -> None:

@@ -247,24 +247,32 @@ def test_a_write_that_fails_leaves_a_model_that_says_so_until_it_is_loaded(
     same(model, optimizer, plain, other)
 
 
-def test_a_read_that_fails_for_the_first_update_leaves_the_model_as_before_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_disk_that_fails_from_the_first_update_on_leaves_the_model_as_before_the_step(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once where there is no optimizer state yet, and once where it is read too."""
+    """Once where there is no optimizer state yet, and once where there is."""
     plain, read = Model(), Requests.read
     model, optimizer = on_disk(tmp_path, plain)
     other = adamw(plain)
 
-    def failing(requests: Requests, *about: Any) -> None:
+    def read_fails(requests: Requests, *about: Any) -> None:
         if threading.current_thread().name.startswith("mtcompile-disk-in"):  # the thread that reads for updates
             raise DiskError(errno.EIO, "read failed: Input/output error")
         read(requests, *about)
 
+    def write_fails(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     for _ in range(2):
+        loss = model(torch.randn(16, WIDTH))
+        before = copy.deepcopy(optimizer.state_dict())
         with monkeypatch.context() as patch:
-            patch.setattr(Requests, "read", failing)
-            with pytest.raises(DiskError, match="Input/output error"):
-                step(model, optimizer)
+            patch.setattr(*((Requests, "read", read_fails) if verb == "read" else (os, "pwritev", write_fails)))
+            with pytest.raises(DiskError, match=r"Input/output error|No space left"):
+                loss.backward()
+        del loss
+        assert str(optimizer.state_dict()) == str(before)
         assert torch.equal(step(model, optimizer), step(plain, other))
     same(model, optimizer, plain, other)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtcompile.optim.backward.kernels import Backward, coming_on_disk, elements_of, update_plain
+from mtcompile.optim.backward.kernels import Backward, coming_on_disk, elements_of, entry_of, update_plain
 from mtcompile.optim.disk_state import REMAINDER, DiskState, Homes, OnDisk, Staged
 from mtcompile.optim.master_weights import Master, Masters
 from mtcompile.optim.written_update import count_step, flat
@@ -49,7 +49,9 @@ class FragmentUpdates:
             ends = begun.rows == len(parameter)
             master = None if backward.masters is None else backward.masters.by_parameter.get(id(parameter))
             on_disk = backward.disk is not None and backward.disk.holds(parameter)
+            backward.has_updated |= not on_disk
             if backward.disk is not None and on_disk:
+                backward.begin_on_disk(backward.disk, parameter)
                 coming = coming_on_disk(backward, backward.disk, names[place:])
                 _update_on_disk(backward, backward.disk, begun, (part, master, grad), factor, ends, coming)
             elif backward.masters is not None and master is not None:
@@ -68,7 +70,7 @@ def _update_rows(backward: Backward, begun: _Begun, part: Fragment, grad: Tensor
     parameter = backward.parameters[part.parameter]
     values = parameter.detach()[part.start : part.end]
     known = backward.optimizer.state.get(parameter) or {}
-    state = {key: _rows(value, part) if _is_whole(value, parameter) else value for key, value in _entry(known).items()}
+    state = {key: _rows(value, part) if _is_whole(value, parameter) else value for key, value in entry_of(known).items()}
     staged = Staged(part.parameter, parameter, 0, values.numel(), values, None, state)
     update_plain(backward, {part.parameter: grad}, factor, staged)
     for key, value in state.items():
@@ -113,7 +115,7 @@ def _update_on_disk(
             master.remainder = disk.write_home(part.parameter, REMAINDER, master.remainder)
         entry: Any = backward.optimizer.state[parameter]
     else:
-        entry = begun.entry = _entry(backward.optimizer.state.get(parameter) or {})
+        entry = begun.entry = entry_of(backward.optimizer.state.get(parameter) or {})
     first, stop = elements_of(part, parameter)
 
     def change(staged: Staged) -> None:
@@ -140,16 +142,10 @@ def _written(
 
 
 def _count(backward: Backward, begun: _Begun, parameter: nn.Parameter) -> None:
-    """Notes an update by the written formula: counts the step up before the first rows."""
-    backward.has_updated = True
+    """Counts the step of a parameter up before its first rows are updated by the written formula."""
     if not begun.counted:
         count_step(backward.optimizer, parameter)
         begun.counted = True
-
-
-def _entry(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a parameter's state for an update of some rows: what is counted, such as steps, is a copy."""
-    return {key: value.clone() if isinstance(value, Tensor) and not value.dim() else value for key, value in state.items()}
 
 
 class _HostMemory:

@@ -59,7 +59,9 @@ class Backward:
     whatever thread the backward runs in. ``disk``: of parameters that are there; ``shares``: of those that lie once for all
     ranks of the host; ``fragments``: of those that are updated in fragments. ``coming``: the parameters and fragments that the
     host updates after those of its current update, in order. ``cast_rooms``: by thread, for gradients on the
-    host that are cast for their norm, until all norms are there.
+    host that are cast for their norm, until all norms are there. ``has_updated``: whether anything but what is on disk
+    has changed. ``entries``: of parameters on disk whose updates have begun, their entries in the optimizer before;
+    ``carried_nbytes``: of the disk, then.
     """
 
     number: int
@@ -79,6 +81,34 @@ class Backward:
     fragments: InFragments | None = None
     coming: Sequence[str] = ()
     cast_rooms: dict[int, Tensor] = field(default_factory=dict)
+    entries: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+    carried_nbytes: int = 0
+
+    def begin_on_disk(self, disk: DiskState, parameter: nn.Parameter) -> None:
+        """Notes that an update of a parameter on disk begins."""
+        if not self.entries:
+            self.carried_nbytes = disk.store.carried_nbytes
+        self.entries.setdefault(parameter, entry_of(self.optimizer.state.get(parameter) or {}))
+
+    def undo(self) -> bool:
+        """Puts entries in the optimizer back if nothing has been changed but these. Tells whether that is so. No write is under
+        way."""
+        carried = self.disk is not None and self.entries and self.disk.store.carried_nbytes != self.carried_nbytes
+        if self.has_updated or carried:
+            return False
+        for parameter, entry in self.entries.items():
+            if entry:
+                self.optimizer.state[parameter].clear()
+                self.optimizer.state[parameter].update(entry)
+            else:
+                self.optimizer.state.pop(parameter, None)
+        self.entries.clear()
+        return True
+
+
+def entry_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a parameter's entry in an optimizer as it is now: what is counted, such as steps, is a copy."""
+    return {key: value.clone() if isinstance(value, Tensor) and not value.dim() else value for key, value in state.items()}
 
 
 def _norms(backward: Backward, names: tuple[str, ...], *grads: Tensor) -> tuple[Tensor]:
@@ -174,6 +204,7 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
     if masters is not None and by_kernel and remaining:
         _update_masters(backward, masters, remaining, factor, checked=False)
     elif remaining:
+        backward.has_updated = True
         update_plain(backward, remaining, factor)
     return parameters
 
@@ -191,16 +222,18 @@ def _first_nonfinite(backward: Backward, names: Sequence[str], grads: Sequence[T
 
 def _stop_or_warn(backward: Backward, name: str) -> None:
     """Handle a gradient that is not finite, found before the parameters of its region were changed."""
-    _handle_nonfinite(backward, name, "regions behind it have been updated" if backward.has_updated else "nothing was changed")
+    has_begun = backward.has_updated or backward.entries
+    _handle_nonfinite(backward, name, "regions behind it have been updated" if has_begun else "nothing was changed")
 
 
 def _update_on_disk(backward: Backward, disk: DiskState, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
-    """Update parameters on disk, each while it is in host memory. Until the first one has been read, nothing has changed."""
+    """Update parameters on disk, each while it is in host memory. Until one is written, nothing has changed for good."""
     optimizer, masters = backward.optimizer, backward.masters
     scale = 1.0 if factor is None else float(factor)
     states, written = [], dict[str, Callable[[Staged, Tensor], None]]()
     for name in grads:
         parameter = backward.parameters[name]
+        backward.begin_on_disk(disk, parameter)
         master = None if masters is None else masters.by_parameter.get(id(parameter))
         backward.allocated_state |= not optimizer.state.get(parameter)
         if masters is not None and master is not None:
@@ -212,7 +245,6 @@ def _update_on_disk(backward: Backward, disk: DiskState, grads: Mapping[str, Ten
 
     def change(staged: Staged) -> None:
         if staged.name in written:
-            backward.has_updated = True
             if not staged.start:  # the first piece
                 count_step(optimizer, staged.parameter)
             written[staged.name](staged, grads[staged.name])
@@ -265,7 +297,7 @@ def _update_masters(
 def update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None, staged: Staged | None = None) -> None:
     """Step an optimizer of the same class over stand-ins that share the parameters' memory, version counters and state; or over
     one that is ``staged``."""
-    optimizer, backward.has_updated = backward.optimizer, True
+    optimizer = backward.optimizer
     groups: dict[int, dict[str, Any]] = {}
     state: defaultdict[Tensor, Any] = defaultdict(dict)
     for name, grad in grads.items():

@@ -222,23 +222,28 @@ class UpdatesInBackward:
             yield
         except BaseException as error:
             if self._backward is not None and self._backward.has_updated:
-                self._spoil(f"failed among its updates: some parameters have been updated, others not ({first_line(error)})")
+                self._spoil_amid(error)
             raise
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Notes whatever a backward raises, and ends what its updates have under way then."""
+        """Notes whatever a backward raises, and ends what its updates have under way then. If none of it has been written, the
+        model is as before the backward."""
         try:
-            with self.marking_failure():
-                yield
-        except BaseException:
+            yield
+        except BaseException as error:
             self.settle()
+            if self._backward is not None and not self._backward.undo():
+                self._spoil_amid(error)
             raise
 
     def failed_behind(self) -> None:
         """Note that updates which ran behind a forward have failed, whatever failed: nobody knows which are done."""
         self.settle()
         self._spoil("failed behind the forward after it: some parameters may have been updated, others not")
+
+    def _spoil_amid(self, error: BaseException) -> None:
+        self._spoil(f"failed among its updates: some parameters have been updated, others not ({first_line(error)})")
 
     def _spoil(self, why: str) -> None:
         """Refuse to go on, from now until a checkpoint is loaded, with what the last backward has left."""
@@ -248,7 +253,7 @@ class UpdatesInBackward:
     @property
     def has_updated(self) -> bool:
         """True from the first update of the last backward on."""
-        return self._backward is not None and self._backward.has_updated
+        return self._backward is not None and (self._backward.has_updated or bool(self._backward.entries))
 
     @property
     def allocated_state(self) -> bool:
