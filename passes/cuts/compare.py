@@ -234,6 +234,8 @@ def least_us(candidates: Candidates) -> float:
 def _least_nbytes(candidates: Candidates) -> int:
     """Returns about the most device bytes with which no plan of a step fits, by its linear program; never more."""
     low, high = 0, candidates.floor
+    if candidates.bound_us(low, None) < inf:  # there is no solver
+        return high
     for _ in range(_HALVINGS):
         middle = (low + high) // 2
         low, high = (middle, high) if candidates.bound_us(middle, None) == inf else (low, middle)

@@ -36,7 +36,7 @@ from mtcompile.passes.planning.frontier import (
 )
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
 from mtcompile.passes.planning.linear.homes import home_costs
-from mtcompile.passes.planning.linear.program import Infeasible
+from mtcompile.passes.planning.linear.program import Infeasible, NoSolver
 from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve, certificate, relaxation
 from mtcompile.passes.planning.linear.seeds import Rounding, seed_ladders
 from mtcompile.passes.planning.pace import impatient, paced
@@ -174,10 +174,11 @@ class Candidates:
         return certificate(self._relaxed, {"device": device, "host": host, "disk": self.problem.budgets.disk})
 
     def bound_us(self, device: int | None, host: int | None) -> float:
-        """The µs of the fastest plan that could be within these bytes; infinite if there can be none."""
-        with contextlib.suppress(Infeasible):
+        """The µs of the fastest plan that could be within these bytes; infinite if there can be none, 0 without a solver."""
+        try:
             return self._relaxed({"device": device, "host": host, "disk": self.problem.budgets.disk}).bound_us
-        return inf
+        except Infeasible as error:
+            return 0.0 if isinstance(error, NoSolver) else inf
 
     @exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:

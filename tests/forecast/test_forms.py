@@ -119,3 +119,13 @@ def test_compile_takes_the_form_that_plan_predicts(
     assert compiled.plan.total_us == forecast.step_time_us and compiled.plan.numerics == forecast.planned.plan.numerics
     assert told in compiled.plan.numerics and ("tiles" in told or "chunks" in told) == ("except" in compiled.plan.numerics)
     assert bool(fragments_of(forecast.planned.step)) == bool(fragments) == any("in fragments" in n for n in compiled.plan.notes)
+
+
+def test_forms_are_compared_without_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: Any) -> Any:
+        raise ImportError
+
+    monkeypatch.setattr("mtcompile.passes.planning.linear.program.solver", missing)
+    monkeypatch.setenv("MT_CACHE", "0")
+    forecast = mtcompile.plan(Head(), {"tokens": torch.arange(240).view(3, 80)}, memory=800 << 10, machine="rtx4090")
+    assert forecast.feasible and "chunks" in forecast.numerics and forecast.certificate is None

@@ -119,7 +119,7 @@ class Program:
         try:
             by_highs = solver(matrix_of(terms, len(self.upper)), len(self.equal))
         except ImportError as error:  # an installation without dependencies: plans have no certificate, and are searched for
-            raise Infeasible("expected highspy or scipy") from error
+            raise NoSolver("expected highspy or scipy") from error
         unlimited = limits.copy()
         for tier in by_tier.keys() - {""}:
             unlimited[by_tier[tier]] = numpy.inf
@@ -139,6 +139,10 @@ def gains_us(rows: Sequence[Row], values: Any, prices: Any) -> dict[str, float]:
 
 class Infeasible(Exception):
     """Raised when even the relaxed problem has no solution."""
+
+
+class NoSolver(Infeasible):
+    """Raised where no solver is installed, whatever the problem."""
 
 
 def added(*parts: Mapping[int, float]) -> dict[int, float]:
