@@ -1,6 +1,7 @@
 // CUDA as far as shapes go: torch takes CUDA for present, with cuDNN, so that fake CUDA tensors, and autograd over them, choose
 // the kernels that eager chooses on a GPU. Nothing computes. It must be loaded before torch's hooks are asked for first.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_cudnn_rnn.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/RNN.h>
 #include <ATen/native/transformers/attention.h>

@@ -1,12 +1,13 @@
 // A second device that behaves as a GPU does, so that what is written for one runs without one: its tensors are of another
 // device than the CPU's, the host cannot read their memory, and operations are done later, by streams (streams.py, launches.py).
 // It takes the place of a device type that torch knows and nobody here has.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/HPUHooksInterface.h>
 #include <ATen/ops/_reshape_alias_cpu_dispatch.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/view_cpu_dispatch.h>
 #include <c10/core/Allocator.h>
