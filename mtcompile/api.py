@@ -239,7 +239,7 @@ def compile(
     policy: str = FASTEST,
     throttle: str | Machine | None = None,
     precision: str = "model",
-    accumulate: int = 1,
+    accumulate: int | str = 1,
     update: str = "step",
     max_grad_norm: float | None = None,
     run_ahead: bool = False,
@@ -278,7 +278,7 @@ def compile(
                AdamW, Adam or SGD update the masters with fp32 state (12 bytes per parameter with AdamW, and 2 for the
                gradient). They stay on a GPU only if its kernels have produced the same bits as the host's
     accumulate  runs each batch as that many micro-batches, cut along the first dimension, region by region: parameters are
-               fetched once; gradients, added in order, leave once. The loss is that over the whole batch
+               fetched once; gradients, added in order, leave once. The loss is the whole batch's. ``"auto"``: the fastest
     update     ``"step"``: gradients wait in ``p.grad`` for ``optimizer.step()``. ``"backward"``: parameters are updated as
                their gradients arrive, with the optimizer's own arithmetic, and ``p.grad`` stays None; call
                ``optimizer.step()`` as before to end the step. Gradients take the host memory of two regions; if the

@@ -57,7 +57,7 @@ class Options:
     policy: str = FASTEST
     precision: Precision = PRECISIONS["model"]
     updates: UpdateOptions | None = None
-    accumulate: int = 1
+    accumulate: int | str = 1
     offload: bool = True
     throttle: Machine | None = None
     viz: str | Path | None = None
@@ -79,11 +79,10 @@ class Options:
             if choice not in FETCHED:
                 close = did_you_mean(choice, FETCHED)
                 raise ValueError(f"expected {option} to be one of {', '.join(FETCHED)}, found {choice!r}{close}")
-        for name, count in (("loss_chunks", self.loss_chunks), ("tiles", self.tiles)):
+        counts = (("loss_chunks", self.loss_chunks), ("tiles", self.tiles), ("accumulate", self.accumulate))
+        for name, count in counts:
             if not _is_count(count) and count != "auto":
                 raise ValueError(f'expected {name} to be a whole number of 1 or more, or "auto", found {count!r}')
-        if not _is_count(self.accumulate):
-            raise ValueError(f"expected accumulate to be a whole number of 1 or more, found {self.accumulate!r}")
         if not isinstance(self.offload, bool):
             raise TypeError(f"expected offload to be True or False, found {self.offload!r}")
         if not isinstance(self.elastic, bool):

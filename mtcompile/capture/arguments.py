@@ -10,6 +10,8 @@ import torch
 from mtcompile.runtime.schedule import aligned
 from mtcompile.torch_private import pytree
 
+_MOST_HALVINGS = 3  # of a batch, with accumulate="auto": each is another plan to search, of as many more operations
+
 
 def sent(values: Any, device: torch.device) -> tuple[Any, int]:
     """A call's arguments with every tensor of the host copied to ``device``, and the bytes of the copies."""
@@ -25,12 +27,21 @@ def sent(values: Any, device: torch.device) -> tuple[Any, int]:
     return pytree.tree_map(send, values), nbytes
 
 
+def possible_counts(batch: int) -> list[int]:
+    """The numbers of equal micro-batches that ``accumulate="auto"`` tries for a batch of that size: powers of two."""
+    return [count for count in (2**power for power in range(_MOST_HALVINGS + 1)) if batch % count == 0]
+
+
+def batch_sizes(call: Any) -> list[int]:
+    """The first dimensions of a call's tensors, but for 1; the batch's where there is one."""
+    return sorted({tensor.shape[0] for tensor in _tensors(pytree.tree_leaves(call))} - {1})
+
+
 def micro_batches(call: Any, count: int) -> Iterator[Any]:
     """Yields a call's arguments for each of ``count`` micro-batches: tensors with the batch in front are cut into views, all
     others are passed to each. Raises ValueError where the batch size is ambiguous, or cannot be cut into equal parts."""
     values, spec = pytree.tree_flatten(call)
-    tensors = [t for t in values if isinstance(t, torch.Tensor) and not isinstance(t, torch.nn.Parameter) and t.dim()]
-    sizes = sorted({tensor.shape[0] for tensor in tensors} - {1})
+    tensors, sizes = _tensors(values), batch_sizes(call)
     if len(sizes) != 1:
         different = ", ".join(map(str, sizes)) or "none above 1"
         raise ValueError(
@@ -47,3 +58,8 @@ def micro_batches(call: Any, count: int) -> Iterator[Any]:
     for start in range(0, batch, rows):
         micro = [value[start : start + rows] if id(value) in batched else value for value in values]
         yield pytree.tree_unflatten(micro, spec)
+
+
+def _tensors(values: list[Any]) -> list[torch.Tensor]:
+    """Those values that may have the batch in front."""
+    return [t for t in values if isinstance(t, torch.Tensor) and not isinstance(t, torch.nn.Parameter) and t.dim()]

@@ -17,6 +17,13 @@ Kernels = Literal["eager", "inductor"]
 TooLong = Literal["stop", "cut", "drop"]
 Fragments = Literal["auto", "exact", "split"]
 
+
+def _count_or_auto(text: str) -> int | str:
+    if text == "auto" or (text.isdecimal() and int(text) > 0):
+        return text if text == "auto" else int(text)
+    raise typer.BadParameter(f"expected a whole number of 1 or more, or auto, found {text}")
+
+
 # Options that the groups below have in common, and --json, which commands take by themselves.
 Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
 Seq = Annotated[int, typer.Option(min=1, help="tokens per sequence")]
@@ -60,7 +67,14 @@ class StepOptions:
         typer.Option(help="with --update backward: clip gradients to this norm; updates then wait for all gradients"),
     ] = None
     run_ahead: RunAhead = False
-    accumulate: Accumulate = 1
+    accumulate: Annotated[
+        Any,
+        typer.Option(
+            parser=_count_or_auto,
+            metavar="N|auto",
+            help="micro-batches per batch, run region by region (auto: the fastest number)",
+        ),
+    ] = 1
     fragments: Annotated[
         Fragments,
         typer.Option(

@@ -14,19 +14,19 @@ import torch
 from torch import nn
 
 from mtcompile import torch_private
-from mtcompile.capture.arguments import micro_batches, sent
+from mtcompile.capture.arguments import batch_sizes, micro_batches, possible_counts, sent
 from mtcompile.capture.description import describe
 from mtcompile.capture.dynamo import front_end
 from mtcompile.capture.surroundings import Surroundings
 from mtcompile.distributed.door import RanksDoor
 from mtcompile.distributed.ranks import Ranks
-from mtcompile.errors import told_briefly
-from mtcompile.execution.compiled import LiveFrames
+from mtcompile.errors import BudgetError, CaptureError, told_briefly
+from mtcompile.execution.compiled import CompiledStep, LiveFrames
 from mtcompile.execution.elastic.replanner import follow_speeds
 from mtcompile.execution.memory.host_room import check_room
 from mtcompile.execution.model_door import ModelDoor
 from mtcompile.execution.plain.calls import GradientFreeCalls
-from mtcompile.execution.plain.sizes import size_of_call, tensors_in
+from mtcompile.execution.plain.sizes import CallSize, size_of_call, tensors_in
 from mtcompile.execution.plain.steps import PlainSteps, may_be_plain
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, Program
 from mtcompile.execution.session import Session
@@ -65,6 +65,8 @@ class CompiledModel:
                 f'{cut} update="backward", by which ranks update shares of whole weights; pass update="step", or leave '
                 "fragments= out"
             )
+        if options.accumulate == "auto" and ranks is not None:
+            raise ValueError('accumulate="auto" where several ranks train: expected a number, since all ranks need the same')
         self.options = options if options.memory is not None else replace(options, memory=free_nbytes(device))
         self.device = device
         frames = LiveFrames()
@@ -86,6 +88,7 @@ class CompiledModel:
         self._programs: MutableMapping[Callable[..., Any], Program] = weakref.WeakKeyDictionary()
         # What runs beside programs would use the gradients of one rank alone.
         in_parts = options.updates is None and options.accumulate == 1 and ranks is None
+        self._counts: dict[CallSize, int] = {}  # of micro-batches, where accumulate is "auto"
         self._without_gradients = GradientFreeCalls(self.session, call, weakly(self._run))
         may = may_be_plain(self.options, self.door.masters is not None) and ranks is None
         self._plain = PlainSteps(self.session, self._without_gradients.plain_step) if may else None
@@ -158,8 +161,8 @@ class CompiledModel:
         if (model := self.door.model()) is not None:
             self._surroundings.check_call(model.parameters(), torch.is_grad_enabled())
         trains = torch.is_grad_enabled()
-        if self.options.accumulate > 1 and trains:
-            return self._in_equal_micro_batches(args, kwargs)
+        if trains and (count := self._count(args, kwargs)) > 1:
+            return self._in_equal_micro_batches(args, kwargs, count)
         size = None
         if self._plain is not None and model is not None and trains:
             size = size_of_call(model, args, kwargs, self.device.where)
@@ -173,18 +176,51 @@ class CompiledModel:
             self._plain.note_planned(size)
         return output
 
-    def _in_equal_micro_batches(self, args: Any, kwargs: Any) -> Any:
+    def _count(self, args: Any, kwargs: Any) -> int:
+        """Returns how many micro-batches a training call runs: with "auto", those of the fastest plan. Raises BudgetError if no
+        plan fits."""
+        if self.options.accumulate != "auto":
+            return int(self.options.accumulate)
+        model = self.door.model()
+        assert model is not None, "expected the model whose call this is"
+        size = size_of_call(model, args, kwargs, self.device.where)
+        if size not in self._counts:
+            self._counts[size] = self._fastest_count(args, kwargs)
+        return self._counts[size]
+
+    def _fastest_count(self, args: Any, kwargs: Any) -> int:
+        sizes, step_us, refusals = batch_sizes((args, kwargs)), dict[int, float](), list[BudgetError]()
+        for count in possible_counts(sizes[0]) if len(sizes) == 1 else [1]:
+            compiled = list[CompiledStep]()
+            try:
+                self._in_equal_micro_batches(args, kwargs, count, compiled)
+            except BudgetError as error:
+                refusals.append(error)
+                continue
+            except CaptureError:
+                if count == 1:
+                    raise
+                break  # a loss that cannot be put together, say
+            step_us[count] = compiled[-1].plan.total_us
+            if compiled[-1].plan.all_resident:  # smaller micro-batches take longer
+                break
+        if not step_us:
+            raise min(refusals, key=lambda error: error.minimum_bytes)
+        return min(step_us, key=lambda count: step_us[count])
+
+    def _in_equal_micro_batches(self, args: Any, kwargs: Any, count: int, compiled: list[CompiledStep] | None = None) -> Any:
+        """Runs a training call as that many micro-batches; or compiles it, into ``compiled``."""
         if self.door.masters is not None:
             self.door.masters.take_any()
         try:
-            return self._in_micro_batches(args, kwargs)
+            return self._in_micro_batches(args, kwargs, count, compiled)
         except DifferentMicroBatches:  # the first call of a model may differ from all later ones
-            return self._in_micro_batches(args, kwargs)
+            return self._in_micro_batches(args, kwargs, count, compiled)
 
-    def _in_micro_batches(self, args: Any, kwargs: Any) -> Any:
-        self._collector.batch = MicroBatchCalls(self.options.accumulate, self.door.masters is not None)
+    def _in_micro_batches(self, args: Any, kwargs: Any, count: int, compiled: list[CompiledStep] | None) -> Any:
+        self._collector.batch = MicroBatchCalls(count, self.door.masters is not None, compiled)
         try:
-            for micro_args, micro_kwargs in micro_batches((args, kwargs), self.options.accumulate):
+            for micro_args, micro_kwargs in micro_batches((args, kwargs), count) if count > 1 else ((args, kwargs),):
                 output = self._captured(self.door.model(), *micro_args, **micro_kwargs)
             return output
         finally:

@@ -26,10 +26,12 @@ class DifferentMicroBatches(StepError):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchCalls:
-    """The calls that make one step of ``count`` micro-batches; ``wide``: as in ``Micro``."""
+    """The calls that make one step of ``count`` micro-batches; ``wide``: as in ``Micro``. ``compiled``: receives the compiled
+    step, which does not run; None: it runs."""
 
     count: int
     wide: bool
+    compiled: list[CompiledStep] | None = None
     calls: list[tuple[Program, tuple[torch.Tensor, ...]]] = field(default_factory=list)
 
 
@@ -126,15 +128,16 @@ class Program:
         return {i for i, (_, differentiable, scalar) in enumerate(self.description.computed) if differentiable and scalar}
 
     def _collect(self, batch: MicroBatchCalls, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        """Collects one micro-batch's call. The last call runs them all and returns their joint results."""
+        """Collects one micro-batch's call. The last call runs, or compiles, them all and returns their joint results."""
         batch.calls.append((self, inputs))
         if any(program is not self for program, _ in batch.calls):
             raise DifferentMicroBatches(
                 f"accumulate={batch.count}: expected micro-batches that run the same operations on the same shapes, found "
                 "others: what the model does seems to depend on how often it was called"
             )
+        unseen = tuple(inputs[0].new_empty(0) for _ in self.description.outputs)  # results that nobody will see
         if len(batch.calls) < batch.count:
-            return tuple(inputs[0].new_empty(0) for _ in self.description.outputs)  # nobody will see them
+            return unseen
         (_, first), *others = batch.calls
         split = tuple(i for i, tensor in enumerate(first) if any(other[i] is not tensor for _, other in others))
         tensors = [output for output in self.description.outputs if not isinstance(output, Constant)]
@@ -142,10 +145,14 @@ class Program:
             raise CaptureError(
                 f"accumulate={batch.count}: the model returns an input, or a view of another output; return copies (clone)"
             )
-        if split not in self._of_micro_batches:
+        if batch.count > 1 and split not in self._of_micro_batches:
             micro = Micro(batch.count, split, len(first), batch.wide, not self.session.door.alone)
             self._of_micro_batches[split] = Program(self.session, self.description, self.collector, micro)
-        return self._of_micro_batches[split](*first, *(other[i] for _, other in others for i in split))
+        program = self._of_micro_batches[split] if batch.count > 1 else self
+        if batch.compiled is not None:
+            batch.compiled.append(program.compile())
+            return unseen
+        return program(*first, *(other[i] for _, other in others for i in split))
 
 
 class _Step(torch.autograd.Function):

@@ -53,6 +53,7 @@ def figures(request: ForecastRequest, sized: SizedStep, planned: Planned | DoesN
         precision=request.precision.name,
         optimizer=request.optimizer,
         update="step" if budgets.updates is None else "backward",
+        accumulate=request.accumulate,
         numerics=candidates.base.numerics,
         rows=tuple(_row(candidates, policy, budgets) for policy in request.policies),
         joint=sized.joint.graph,

@@ -101,6 +101,7 @@ class Forecast:
     precision: str = "model"
     optimizer: str = "adamw"
     update: str = "step"
+    accumulate: int = 1
     numerics: str = ""
     busy: Mapping[str, float] | None = None
     exposed_us: Mapping[str, float] | None = None

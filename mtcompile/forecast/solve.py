@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from mtcompile.capture.arguments import possible_counts
 from mtcompile.capture.tracing import collecting_later
 from mtcompile.distributed.layout import layout_named, updates_once
-from mtcompile.errors import did_you_mean
+from mtcompile.errors import CaptureError, did_you_mean
 from mtcompile.forecast.advice import most_helpful
 from mtcompile.forecast.figures import figures
 from mtcompile.forecast.forms import StepForms, forms_of, planned_form
@@ -26,6 +27,7 @@ from mtcompile.optim.update_options import update_options
 from mtcompile.options import check_fragments, parse_bytes, parse_disk
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.cuts.compare import least_us
 from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, Progress, no_progress
@@ -51,7 +53,7 @@ def plan(
     update: str = "step",
     max_grad_norm: float | None = None,
     run_ahead: bool = False,
-    accumulate: int = 1,
+    accumulate: int | str = 1,
     fragments: str | None = "auto",
     gpus: int = 1,
     hosts: int = 1,
@@ -79,7 +81,8 @@ def plan(
     lora       freezes the model and adds LoRA adapters of this rank to its linear layers, except the head; 0: none
     update     ``step``: updates in optimizer.step(), after the backward; ``backward``: as gradients arrive, so that none are
                kept; with ``max_grad_norm``: once all gradients are there; with ``run_ahead``: also during the next forward
-    accumulate  micro-batches per batch, run region by region
+    accumulate  micro-batches per batch, run region by region; ``"auto"``: as many as are fastest, of powers of two; without
+               ``solve``, with one rank, and with a model that takes sizes
     fragments  as for ``compile``; ``"exact"`` and ``"split"``: without ``solve``
     gpus       GPUs of a host that train together, each with ``batch`` sequences, and a link, of its own; they share the host's
                memory and its speed
@@ -107,10 +110,20 @@ def plan(
             f'solve={solve!r}, gpus={gpus}, hosts={hosts}, update={update!r}; pass update="step" for several ranks of one '
             "host, or leave fragments= out"
         )
-    if accumulate < 1 or (isinstance(model, str) and batch % accumulate):
+    if isinstance(accumulate, str):
+        if accumulate != "auto":
+            raise ValueError(f'expected accumulate to be a whole number of 1 or more, or "auto", found {accumulate!r}')
+        if solve is not None or gpus * hosts > 1 or not (isinstance(model, str) or takes_sizes(model)):
+            raise ValueError(
+                'accumulate="auto": expected no solve=, one rank, and a shape or a factory of (batch, seq); pass a number'
+            )
+        counts = possible_counts(batch)
+    elif accumulate < 1 or (isinstance(model, str) and batch % accumulate):
         raise ValueError(f"expected accumulate to divide the batch of {batch}, found {accumulate}")
-    if accumulate > 1 and solve in ("batch", "seq"):
+    elif accumulate > 1 and solve in ("batch", "seq"):
         raise ValueError(f"solve={solve!r} expects accumulate=1, found {accumulate}: ask for the size of a micro-batch")
+    else:
+        counts = [accumulate]
     if solve not in (None, "batch", "seq", "memory"):
         raise ValueError(f"expected solve to be batch, seq or memory, found {solve!r}")
     if unknown := [policy for policy in policies if policy not in POLICIES]:
@@ -138,7 +151,7 @@ def plan(
     if budgets.disk is not None and solve is not None:
         raise ValueError(f"solve={solve!r} expects no disk=, found {disk!r}: plan single sizes with a disk")
     alone = ForecastRequest(
-        model, data, kind, optimizer, described, budgets, policies, force, progress, accumulate, lora, make_optimizer
+        model, data, kind, optimizer, described, budgets, policies, force, progress, counts[0], lora, make_optimizer
     )
     alone = replace(alone, fragments=fragments)
     of_rank = ranks.machine(described, once), ranks.budgets(budgets, once)
@@ -148,7 +161,7 @@ def plan(
             return _largest(request, solve, batch, seq)
         if solve == "memory":
             return _least_memory(request, batch, seq)
-        forecast, sized = _forecast(request, batch, seq)
+        request, forecast, sized = _of_fastest_count(request, counts, batch, seq)
         if ranks.count > 1:
             return with_scaling(request, forecast, described, lambda: _forecast(alone, batch, seq)[0])
         if advise and forecast.feasible:
@@ -171,6 +184,36 @@ def _forecast(request: ForecastRequest, batch: int, seq: int, forms: StepForms |
     """Forecasts one size, in the form that is the fastest. ``forms``: of that size, made before."""
     sized, planned = planned_form(request, forms or forms_of(request, batch, seq))
     return figures(request, sized, planned), sized
+
+
+def _of_fastest_count(
+    request: ForecastRequest, counts: list[int], batch: int, seq: int
+) -> tuple[ForecastRequest, Forecast, SizedStep]:
+    """Forecasts one size in as many micro-batches as are fastest; where none fit, in as many as need the least. ``counts``:
+    those to try, the smallest first."""
+    best: tuple[ForecastRequest, SizedStep, Planned | DoesNotFit] | None = None
+    for count in counts:
+        counted = replace(request, accumulate=count)
+        try:
+            forms = forms_of(counted, batch, seq)
+        except CaptureError:
+            if best is None:
+                raise
+            break  # a loss that cannot be put together, say
+        if best is not None and not isinstance(best[2], DoesNotFit) and least_us(forms.first.candidates) >= _order(best[2])[1]:
+            break  # smaller micro-batches take longer still
+        sized, planned = planned_form(counted, forms)
+        if best is None or _order(planned) < _order(best[2]):
+            best = counted, sized, planned
+    assert best is not None, "expected a number of micro-batches"
+    request, sized, planned = best
+    return request, figures(request, sized, planned), sized
+
+
+def _order(planned: Planned | DoesNotFit) -> tuple[bool, float]:
+    """Orders plans by their time, behind them refusals by what is missing."""
+    refused = isinstance(planned, DoesNotFit)
+    return refused, planned.minimum if isinstance(planned, DoesNotFit) else planned.plan.total_us
 
 
 def _least_memory(request: ForecastRequest, batch: int, seq: int) -> Forecast:

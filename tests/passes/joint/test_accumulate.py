@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mtcompile
-from mtcompile.errors import CaptureError
+from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.models.decoders import Decoder, Shape
 from tests.helpers.decoder import adamw, same, state
 from tests.helpers.decoder import small_decoder as made
@@ -50,7 +50,7 @@ def by_hand(model: Any, whole: dict[str, Tensor], count: int) -> Tensor:
     return total
 
 
-def compiled(model: nn.Module, count: int, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+def compiled(model: nn.Module, count: int | str, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     optimizer = adamw(model.parameters())
     options = {"memory": SMALL, "device": "cpu", "accumulate": count} | options
     return mtcompile.compile(model, optimizer=optimizer, **options), optimizer
@@ -267,3 +267,32 @@ def test_what_cannot_be_cut_is_refused() -> None:
     late, _ = compiled(seeded(Late), 2)
     with pytest.raises(CaptureError, match="changed in a later layer"):
         late(torch.randn(4, 16))
+
+
+def test_auto_runs_as_many_micro_batches_as_are_fastest() -> None:
+    """With little memory, those of the fastest plan that fits; with much, the whole batch. The bits are those of the number."""
+    rows = torch.randn(124, 16, generator=torch.Generator().manual_seed(0))
+
+    def trained(memory: str, count: int | str) -> tuple[float, Tensor, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(2)), MeanSquare())
+        model, optimizer = compiled(plain, count, memory=memory)
+        loss = model(rows)
+        loss.backward()
+        optimizer.step()
+        return model.plan.total_us, loss.detach(), state(model, optimizer)
+
+    for memory, fits in (("110KiB", (2, 4)), ("4MiB", (1,))):
+        step_us, loss, after = trained(memory, "auto")
+        fixed = [trained(memory, count) for count in fits]
+        fastest = min(fixed, key=lambda each: each[0])
+        assert step_us == fastest[0]
+        assert torch.equal(loss, fastest[1])
+        assert same(after, fastest[2])
+    with pytest.raises(BudgetError):
+        trained("110KiB", 1)
+
+
+class MeanSquare(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
