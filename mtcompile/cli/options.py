@@ -18,7 +18,9 @@ TooLong = Literal["stop", "cut", "drop"]
 Fragments = Literal["auto", "exact", "split"]
 
 
-def _count_or_auto(text: str) -> int | str:
+def _count_or_auto(value: Any) -> int | str:
+    """Parses a number of 1 or more, or auto; the default, too, which is a number already."""
+    text = str(value)
     if text == "auto" or (text.isdecimal() and int(text) > 0):
         return text if text == "auto" else int(text)
     raise typer.BadParameter(f"expected a whole number of 1 or more, or auto, found {text}")
