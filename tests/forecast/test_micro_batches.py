@@ -12,33 +12,35 @@ import mtcompile
 
 
 class Layers(nn.Module):
-    """Two layers whose inner width is 8 times the outer one, so that smaller micro-batches need much less memory."""
+    """Two layers of few weights that no tiles can cut, so that smaller micro-batches need less memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 32)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv1d(4, 16, 3, padding=1), nn.Tanh(), nn.Conv1d(16, 4, 1)) for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = x + layer(x)
+            x = layer(x)
         return x.square().mean()
 
 
 def layers(batch: int, seq: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    return Layers(), {"x": torch.zeros(batch, 32)}
+    return Layers(), {"x": torch.zeros(batch, 4, 16)}
 
 
 def test_auto_is_the_fastest_number_or_needs_the_least() -> None:
     def planned(memory: int, count: int | str) -> Any:
-        return mtcompile.plan(layers, batch=124, memory=memory, machine="rtx4090", accumulate=count)
+        return mtcompile.plan(layers, batch=126, memory=memory, machine="rtx4090", accumulate=count)
 
-    least = {count: planned(1, count).minimum_device_bytes for count in (1, 2, 4)}
+    least = {count: planned(1, count).minimum_device_bytes for count in (1, 2)}
     assert least[2] < least[1]
     short = planned(1, "auto")
     assert not short.feasible and short.minimum_device_bytes == min(least.values())
     for memory in (least[1] - 1, 2 * least[1]):
         auto = planned(memory, "auto")
-        fixed = [planned(memory, count) for count in (1, 2, 4)]
+        fixed = [planned(memory, count) for count in (1, 2)]
         fastest = min((each for each in fixed if each.feasible), key=lambda each: each.step_time_us)
         assert (auto.feasible, auto.accumulate, auto.step_time_us) == (True, fastest.accumulate, fastest.step_time_us)
         assert auto.tokens == fastest.tokens
@@ -46,6 +48,6 @@ def test_auto_is_the_fastest_number_or_needs_the_least() -> None:
 
 def test_auto_expects_a_size_to_cut() -> None:
     with pytest.raises(ValueError, match="pass a number"):
-        mtcompile.plan(Layers(), {"x": torch.zeros(8, 32)}, accumulate="auto")
+        mtcompile.plan(Layers(), {"x": torch.zeros(8, 4, 16)}, accumulate="auto")
     with pytest.raises(ValueError, match="or \"auto\", found 'most'"):
         mtcompile.plan(layers, batch=8, accumulate="most")
