@@ -121,8 +121,7 @@ class Candidates:
     @exact
     def planned(self, plan: Plan) -> Planned:
         """Returns the plan with its rewritten step graph and schedule, whether it fits or not."""
-        candidate = self.evaluate(plan)
-        return completed(self.problem, candidate, candidate.plan.peak_bytes["device"], None)
+        return completed(self.problem, own := self.evaluate(plan), own.plan.peak_bytes["device"], None)
 
     @cached_property
     def ladders(self) -> tuple[Ladder, ...]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import mtcompile
 from mtcompile.forecast import solve
 from mtcompile.models.decoders import Shape, fake
+from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.step_graph import fragments_of
 from tests.helpers.stacks import WIDTH, Residual
 from tests.helpers.training import adamw
@@ -128,4 +129,5 @@ def test_forms_are_compared_without_a_solver(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("mtcompile.passes.planning.linear.program.solver", missing)
     monkeypatch.setenv("MT_CACHE", "0")
     forecast = mtcompile.plan(Head(), {"tokens": torch.arange(240).view(3, 80)}, memory=800 << 10, machine="rtx4090")
-    assert forecast.feasible and "chunks" in forecast.numerics and forecast.certificate is None
+    assert forecast.feasible and "chunks" in forecast.numerics and forecast.problem is not None
+    assert Candidates(forecast.problem).bound_us(None, None) == 0.0  # not infinite, as where nothing fits
