@@ -287,8 +287,8 @@ class _Forms:
         return self._known(Form(chunks, tiles))
 
     def cut(self, form: Form) -> _Form | None:
-        made = self._known(form)
-        return made if made.form == form else None
+        step = self._known(form)
+        return step if step.form == form else None
 
     def in_rows(self, step: _Form, embeddings: str) -> _Form | None:
         graph = step.joint.graph
@@ -315,12 +315,12 @@ class _Forms:
 
     def find(self, step: _Form) -> Planned | None:
         try:
-            self.planned[step] = found = PlannedStep(step.joint, *plan_for(step.joint, self.target, self.placement))
+            self.planned[step] = planned = PlannedStep(step.joint, *plan_for(step.joint, self.target, self.placement))
         except DoesNotFit as error:
             self.errors[step] = self.placement.refusal(error)
             raise
-        misplaced = has_misplaced_fragments(found.problem.step, found.planned.plan, self.placement.fragments_begin())
-        return None if misplaced else found.planned
+        misplaced = has_misplaced_fragments(planned.problem.step, planned.planned.plan, self.placement.fragments_begin())
+        return None if misplaced else planned.planned
 
     def _known(self, form: Form) -> _Form:
         key = form, frozenset[str]()

@@ -34,14 +34,15 @@ def possible_counts(batch: int) -> list[int]:
 
 def batch_sizes(call: Any) -> list[int]:
     """The first dimensions of a call's tensors, but for 1; the batch's where there is one."""
-    return sorted({tensor.shape[0] for tensor in _tensors(pytree.tree_leaves(call))} - {1})
+    return _first_sizes(_tensors(pytree.tree_leaves(call)))
 
 
 def micro_batches(call: Any, count: int) -> Iterator[Any]:
     """Yields a call's arguments for each of ``count`` micro-batches: tensors with the batch in front are cut into views, all
     others are passed to each. Raises ValueError where the batch size is ambiguous, or cannot be cut into equal parts."""
     values, spec = pytree.tree_flatten(call)
-    tensors, sizes = _tensors(values), batch_sizes(call)
+    tensors = _tensors(values)
+    sizes = _first_sizes(tensors)
     if len(sizes) != 1:
         different = ", ".join(map(str, sizes)) or "none above 1"
         raise ValueError(
@@ -63,3 +64,7 @@ def micro_batches(call: Any, count: int) -> Iterator[Any]:
 def _tensors(values: list[Any]) -> list[torch.Tensor]:
     """Those values that may have the batch in front."""
     return [t for t in values if isinstance(t, torch.Tensor) and not isinstance(t, torch.nn.Parameter) and t.dim()]
+
+
+def _first_sizes(tensors: list[torch.Tensor]) -> list[int]:
+    return sorted({tensor.shape[0] for tensor in tensors} - {1})

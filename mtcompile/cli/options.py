@@ -21,8 +21,10 @@ Fragments = Literal["auto", "exact", "split"]
 def _count_or_auto(value: Any) -> int | str:
     """Parses a number of 1 or more, or auto; the default, too, which is a number already."""
     text = str(value)
-    if text == "auto" or (text.isdecimal() and int(text) > 0):
-        return text if text == "auto" else int(text)
+    if text == "auto":
+        return text
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
     raise typer.BadParameter(f"expected a whole number of 1 or more, or auto, found {text}")
 
 

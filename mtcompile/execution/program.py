@@ -135,9 +135,8 @@ class Program:
                 f"accumulate={batch.count}: expected micro-batches that run the same operations on the same shapes, found "
                 "others: what the model does seems to depend on how often it was called"
             )
-        unseen = tuple(inputs[0].new_empty(0) for _ in self.description.outputs)  # results that nobody will see
         if len(batch.calls) < batch.count:
-            return unseen
+            return self._unseen(inputs)
         (_, first), *others = batch.calls
         split = tuple(i for i, tensor in enumerate(first) if any(other[i] is not tensor for _, other in others))
         tensors = [output for output in self.description.outputs if not isinstance(output, Constant)]
@@ -151,8 +150,12 @@ class Program:
         program = self._of_micro_batches[split] if batch.count > 1 else self
         if batch.compiled is not None:
             batch.compiled.append(program.compile())
-            return unseen
+            return self._unseen(inputs)
         return program(*first, *(other[i] for _, other in others for i in split))
+
+    def _unseen(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Returns as many results as a call has, which nobody will see."""
+        return tuple(inputs[0].new_empty(0) for _ in self.description.outputs)
 
 
 class _Step(torch.autograd.Function):

@@ -211,9 +211,8 @@ def _of_fastest_count(
 
 
 def _order(planned: Planned | DoesNotFit) -> tuple[bool, float]:
-    """Orders plans by their time, behind them refusals by what is missing."""
-    refused = isinstance(planned, DoesNotFit)
-    return refused, planned.minimum if isinstance(planned, DoesNotFit) else planned.plan.total_us
+    """Orders plans by their time, behind them refusals by the memory that they need."""
+    return (True, planned.minimum) if isinstance(planned, DoesNotFit) else (False, planned.plan.total_us)
 
 
 def _least_memory(request: ForecastRequest, batch: int, seq: int) -> Forecast:

@@ -121,7 +121,8 @@ class Candidates:
     @exact
     def planned(self, plan: Plan) -> Planned:
         """Returns the plan with its rewritten step graph and schedule, whether it fits or not."""
-        return completed(self.problem, own := self.evaluate(plan), own.plan.peak_bytes["device"], None)
+        candidate = self.evaluate(plan)
+        return completed(self.problem, candidate, candidate.plan.peak_bytes["device"], None)
 
     @cached_property
     def ladders(self) -> tuple[Ladder, ...]:
@@ -134,11 +135,9 @@ class Candidates:
     def _by_density(self) -> tuple[Ladder, ...]:
         """If activations may go home, these include every fixed policy's plan, so that no policy beats the search."""
         step, host = self.problem.step, self.problem.budgets.host_activations
+        policies = (policy for name, policy in POLICIES.items() if host and name != "resident")
         searched = ladders(self.blocks, self.base, self.problem.machine, self.open_params, host)
-        if host:
-            policies = (policy for name, policy in POLICIES.items() if name != "resident")
-            searched += tuple((policy(step, self.base, self.open_params),) for policy in policies)
-        return searched
+        return (*searched, *((policy(step, self.base, self.open_params),) for policy in policies))
 
     @cached_property
     def floor(self) -> int:

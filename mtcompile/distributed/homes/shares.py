@@ -105,7 +105,8 @@ class HostShares:
     def update(self, backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
         """Updates this rank's share of the parameters that have these gradients. Raises StepError for an optimizer's state that
         is not of the parameter's size."""
-        optimizer, backward.has_updated = backward.optimizer, True
+        optimizer = backward.optimizer
+        backward.has_updated = True
         for name, grad in grads.items():
             parameter = backward.parameters[name]
             masters = backward.masters
