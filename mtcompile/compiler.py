@@ -30,6 +30,7 @@ from mtcompile.kernels.toolchain import BuiltStep, Toolchain
 from mtcompile.optim.precision import Precision
 from mtcompile.options import FASTEST, Options
 from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts import compare
@@ -60,8 +61,7 @@ _PARTS = 8  # budgets to try between the smallest that works and all, where seve
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A step as the front end captured it: its graph, which outputs receive gradients, and its micro-batches if there are
-    several."""
+    """What the front end captured: a step's graph, which outputs receive gradients, its micro-batches if there are several."""
 
     description: Description
     tangents: Tangents
@@ -95,11 +95,12 @@ class Target:
 
 
 class JointStep(NamedTuple):
-    """A rewritten joint graph, ready to be planned. ``numerics``: its contract in words."""
+    """A rewritten joint graph, to be planned. ``numerics``: its contract in words. ``shared``: by the steps of all forms."""
 
     graph: fx.GraphModule
     numerics: str
     form: Form
+    shared: Shared | None = None
 
 
 class PlannedStep(NamedTuple):
@@ -191,7 +192,7 @@ def planning_problem(
     ``like``: the same graph at another size, whose regions are reused. ``apart``: False if frozen weights share the homes of
     those that train, whatever the placement says."""
     homes = placement.input_homes(joint.graph)
-    step = build(joint.graph, whole, like, homes if apart else replace(homes, frozen_apart=False))
+    step = build(joint.graph, whole, like, homes if apart else replace(homes, frozen_apart=False), joint.shared)
     budgets, fixed_homes = placement.constraints(step)
     return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics)
 
@@ -221,6 +222,7 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
     if compared.best is None:
         raise forms.errors[compared.refusal[0]] from None
     best = forms.planned[compared.best[0]]
+    forms.shared.keep_only(best.problem.step, best.planned.step)
     if not fragments_of(best.joint.graph):
         return best
 
@@ -262,14 +264,14 @@ class _Forms:
     errors: dict[_Form, BudgetError] = field(default_factory=dict)
     _by_form: dict[tuple[Form, frozenset[str]], _Form] = field(default_factory=dict)
     _keep_bits: dict[Cut, bool] = field(default_factory=dict)
+    shared: Shared = field(default_factory=Shared)
 
     def rewritten(self, form: Form) -> JointStep:
         options = self.target.options
-        return rewrite_joint(self.joint, options.precision, options.fuses, form, self.step.micro)
+        return rewrite_joint(self.joint, options.precision, options.fuses, form, self.step.micro)._replace(shared=self.shared)
 
     def problem(self, joint: JointStep) -> PlanningProblem:
-        target = self.target
-        apart = target.options.disk is None
+        target, apart = self.target, self.target.options.disk is None
         return planning_problem(joint, self.placement, target.machine, target.toolchain.eager.workspace, apart=apart)
 
     @property
@@ -287,8 +289,7 @@ class _Forms:
         return self._known(Form(chunks, tiles))
 
     def cut(self, form: Form) -> _Form | None:
-        step = self._known(form)
-        return step if step.form == form else None
+        return step if (step := self._known(form)).form == form else None
 
     def in_rows(self, step: _Form, embeddings: str) -> _Form | None:
         graph = step.joint.graph

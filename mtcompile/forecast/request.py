@@ -29,6 +29,7 @@ from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import average_copies, is_elementwise, state_nbytes
 from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
 from mtcompile.passes.cuts.compare import SMALL
 from mtcompile.passes.cuts.form import AUTO, WHOLE, Allowed, Form, in_rows
@@ -162,7 +163,7 @@ def first_form(request: ForecastRequest, captured: fx.GraphModule, compared: boo
 
 def in_form(request: ForecastRequest, sized: SizedStep, form: Form) -> SizedStep:
     """Returns a captured step in another form, as far as there is something to cut."""
-    return _in_form(request, sized.captured, (sized.tokens, sized.size), form)
+    return _in_form(request, sized.captured, (sized.tokens, sized.size), form, shared=sized.joint.shared)
 
 
 def sized_in_rows(request: ForecastRequest, sized: SizedStep, embeddings: str = "auto") -> SizedStep | None:
@@ -187,9 +188,11 @@ def _in_form(
     tokens_and_size: tuple[int, tuple[int, int]],
     form: Form,
     like: SizedStep | None = None,
+    shared: Shared | None = None,
 ) -> SizedStep:
     micro = _micro(captured, request) if request.accumulate > 1 else None
     joint = rewrite_joint(captured, request.precision, fuses=False, form=form, micro=micro)
+    joint = joint._replace(shared=shared or Shared())
     return _candidates(request, captured, tokens_and_size, joint, like)
 
 

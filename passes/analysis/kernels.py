@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +16,24 @@ from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import body_outputs, iter_tensors, must_run
 
 Kernels = dict[str, fx.GraphModule]  # key -> kernel; one registry for a step graph and all rewritten copies of it
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What step graphs share that have most of their kernels in common. ``memo``: what is known of the ``kernels``. ``bodies``:
+    kernels, and which of their results they clone, by what they are made from."""
+
+    kernels: Kernels = field(default_factory=dict)
+    memo: dict[Hashable, Any] = field(default_factory=dict)
+    bodies: dict[Hashable, tuple[fx.GraphModule, list[bool]]] = field(default_factory=dict)
+
+    def keep_only(self, *steps: fx.GraphModule) -> None:
+        """Forgets kernels of other steps, and all that would be found out again."""
+        names = {name for step in steps for name in step._modules}
+        for key in [key for key, kernel in self.kernels.items() if kernel.meta["name"] not in names]:
+            del self.kernels[key]
+        self.memo.clear()
+        self.bodies.clear()
 
 
 def kernel_key(body: fx.Graph) -> str:
@@ -48,7 +68,7 @@ def install(owner: torch.nn.Module, kernels: Kernels, body: fx.Graph) -> str:
     """The submodule name of the kernel for ``body``; made on first sight."""
     key = kernel_key(body)
     if key not in kernels:
-        name = f"k{len(kernels)}_{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+        name = f"k_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         kernels[key] = LazyGraphModule(torch.nn.Module(), body, class_name=name)
         kernels[key].meta.update(key=key, name=name)
     return attach(owner, kernels[key])
@@ -57,14 +77,19 @@ def install(owner: torch.nn.Module, kernels: Kernels, body: fx.Graph) -> str:
 def attach(owner: torch.nn.Module, kernel: fx.GraphModule) -> str:
     """Makes a kernel callable from ``owner``; returns its submodule name."""
     name = str(kernel.meta["name"])
-    if name not in owner._modules:
+    known: Any = owner._modules.get(name)
+    if known is None:
         owner.add_module(name, kernel)
+    elif known.meta["key"] != kernel.meta["key"]:
+        raise AssertionError(f"expected one kernel of the name {name}, found two")
     return name
 
 
 def drop_dead(body: fx.Graph) -> None:
-    """Drops operations whose results nothing reads; those that must run stay."""
-    body.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or must_run(n))
+    """Drops operations whose results nothing reads; those that must run stay. As fx does, without its check of the graph."""
+    for node in reversed(body.nodes):
+        if not node.users and node.op not in ("placeholder", "output") and not must_run(node):
+            body.erase_node(node)
 
 
 def saved_states(body: fx.GraphModule) -> dict[str, int]:

@@ -97,9 +97,10 @@ def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
                 step = first if form == first.form else forms.cut(form)
                 if step is not None and taken is not None:
                     step = forms.in_rows(step, taken)
-                if step is None:  # there is nothing more to cut
+                if step is not None:
+                    yield step
+                elif form.cut == UNCUT:  # there is nothing more to cut
                     return
-                yield step
 
         coarsest = [each for each in (first if takes_all else None, rows) if each is not None]
         ways = ([None] if takes_all else []) + ([] if rows is None else [embeddings])

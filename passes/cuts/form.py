@@ -9,7 +9,7 @@ from torch import fx
 
 from mtcompile.passes.analysis.rows import fetched_by_rows
 from mtcompile.passes.cuts.fragments.check import check_cut
-from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights
+from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights, cuts_of
 from mtcompile.passes.cuts.rows.check import check_rows
 from mtcompile.passes.cuts.rows.take import take_rows
 from mtcompile.passes.cuts.tiles.rewrite import tile_tokens, tiles_contract
@@ -79,7 +79,9 @@ def cut_joint(joint: fx.GraphModule, form: Form) -> tuple[fx.GraphModule, Form, 
     form = replace(form, tiles=tile_tokens(rewritten, form.tiles))
     if form.tiles > 1:
         contract.append(tiles_contract(form.tiles))
-    if form.cut != UNCUT:
+    if not cuts_of(rewritten, form.cut):
+        form = replace(form, cut=UNCUT)
+    else:
         whole, rewritten = rewritten, copy_step(rewritten)
         contract += cut_weights(rewritten, form.cut)
         check_cut(whole, rewritten, form.cut.splits)

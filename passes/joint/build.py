@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from mtcompile.passes.analysis.kernels import Kernels, Operand, copy_meta, install
+from mtcompile.passes.analysis.kernels import Operand, Shared, attach, copy_meta, install
 from mtcompile.passes.analysis.memory import owner
 from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.analysis.slices import grouped_operands, read_by_slices, rows_of, slice_nbytes
@@ -65,13 +65,18 @@ AT_HOME = InputHomes()  # nothing is known yet
 
 
 def build(
-    joint: fx.GraphModule, whole: bool = False, like: fx.GraphModule | None = None, input_homes: InputHomes = AT_HOME
+    joint: fx.GraphModule,
+    whole: bool = False,
+    like: fx.GraphModule | None = None,
+    input_homes: InputHomes = AT_HOME,
+    shared: Shared | None = None,
 ) -> fx.GraphModule:
     """The step graph of ``joint`` (normalized): nothing moved, nothing recomputed, every value on the device except
     the placeholders, which are at home on the host (tangents arrive on the device).
 
     ``whole``: one region per phase; parameters are at home in the same blocks all the same. ``like``: cut as this graph of the
-    same operations at other sizes would be. Raises ValueError where ``like`` has other operations.
+    same operations at other sizes would be. Raises ValueError where ``like`` has other operations. ``shared``: with steps of
+    other forms.
     """
     device = joint.meta["device"]
     sliced = {} if input_homes.all_on_device else fetched_by_slices(like or joint, input_homes.experts)
@@ -97,8 +102,7 @@ def build(
 
     rows: Mapping[str, Rows] = joint.meta.get("rows", {})
     root = torch.nn.Module()
-    kernels: Kernels = {}
-    bodies: dict[Hashable, tuple[str, list[bool]]] = {}  # kernels and which results they clone, by what they are made from
+    shared = shared or Shared()
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for spec, node in inputs_of(joint):
@@ -115,15 +119,16 @@ def build(
         leaving = [node for node in nodes if node in exported and not (is_view(node) and node not in roles)]
         states_of = device if training and phase == "forward" and any(map(is_random, nodes)) else None
         origin = None if states_of is not None else _origin(nodes, needed[rid], leaving)
-        if origin is not None and origin in bodies:
-            kernel, cloned = bodies[origin]
+        if origin is not None and origin in shared.bodies:
+            known, cloned = shared.bodies[origin]
+            kernel = attach(root, known)
             values = [_cloned(node) if alone else node.meta["val"] for node, alone in zip(leaving, cloned, strict=True)]
             returned = list(zip(leaving, values, strict=True))
         else:
             body, returned = _body(nodes, needed[rid], leaving, states_of)
-            kernel = install(root, kernels, body)
+            kernel = install(root, shared.kernels, body)
             if origin is not None:
-                bodies[origin] = kernel, [val is not node.meta["val"] for node, val in returned]
+                shared.bodies[origin] = root.get_submodule(kernel), [val is not node.meta["val"] for node, val in returned]
         call = graph.create_node(
             "call_module",
             kernel,
@@ -142,7 +147,7 @@ def build(
     step.meta.update(
         inputs=joint.meta["inputs"], outputs=joint.meta["outputs"], constants=joint.meta["constants"], blocks=blocks
     )
-    step.meta.update(kernels=kernels, device=device, homes=homes, memo={})
+    step.meta.update(kernels=shared.kernels, device=device, homes=homes, memo=shared.memo)
     step.meta["sliced"] = tuple(sliced)
     step.meta["rows"] = dict(rows)
     step.meta.update(ranks=input_homes.ranks, hosts=input_homes.hosts)

@@ -182,14 +182,15 @@ def _joined_views(segments: list[tuple[str, list[fx.Node]]]) -> list[tuple[str, 
 def _crossing_nbytes(run: list[fx.Node], sizes: _Sizes) -> list[int]:
     """Bytes made in ``run`` and still needed by its forward nodes after each position; views count as their base."""
     index = {node: i for i, node in enumerate(run)}
-    crossing = [0] * len(run)
+    more = [0] * len(run)  # than after the position before
     for node, i in index.items():
         if is_view(node):
             continue
         last = max((index[u] for u in _users_through_views(node) if u in index), default=i)
-        for position in range(i, last):
-            crossing[position] += sizes.own(node)
-    return crossing
+        nbytes = sizes.own(node)
+        more[i] += nbytes
+        more[last] -= nbytes
+    return list(itertools.accumulate(more))
 
 
 def _users_through_views(node: fx.Node) -> list[fx.Node]:

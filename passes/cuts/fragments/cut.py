@@ -93,6 +93,9 @@ def cut_weights(joint: fx.GraphModule, cut: Cut) -> list[str]:
         else:
             _cut(joint, weight, rows, cut.splits)
     if in_fragments:
+        drop_dead(joint.graph)
+        for weight, _ in in_fragments:
+            joint.graph.erase_node(weight.weight)
         joint.graph.lint()
         joint.recompile()
     sums = [(weight.spec.name, rows) for weight, rows in in_fragments if cut.splits and weight.has_input_gradient]
@@ -141,8 +144,6 @@ def _cut(joint: fx.GraphModule, linear: Linear, rows: list[tuple[int, int]], spl
         else:
             _input_gradient(joint.graph, product, weights, orders[0])
     _return(joint, linear, specs, gradients)
-    drop_dead(joint.graph)
-    joint.graph.erase_node(linear.weight)
 
 
 def _cut_stacked(joint: fx.GraphModule, stacked: Stacked, rows: list[tuple[int, int]]) -> None:
@@ -171,8 +172,6 @@ def _cut_stacked(joint: fx.GraphModule, stacked: Stacked, rows: list[tuple[int, 
                 whole.meta[STARTS_BLOCK] = True
         product.replace_all_uses_with(whole)
     _return(joint, stacked, specs, gradients)
-    drop_dead(joint.graph)
-    joint.graph.erase_node(stacked.weight)
 
 
 def _cut_grouped(joint: fx.GraphModule, grouped: Grouped, rows: list[tuple[int, int]]) -> None:
@@ -192,8 +191,6 @@ def _cut_grouped(joint: fx.GraphModule, grouped: Grouped, rows: list[tuple[int, 
         with graph.inserting_before(grouped.gradient):
             gradients = cut.gradients(grouped.gradient)
     _return(joint, grouped, specs, gradients)
-    drop_dead(graph)
-    graph.erase_node(grouped.weight)
 
 
 def _specs(joint: fx.GraphModule, linear: Weight, rows: list[tuple[int, int]]) -> list[InputSpec]:
