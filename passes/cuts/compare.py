@@ -1,8 +1,9 @@
 """Compares the forms of a step within a budget: of those that could be the fastest, each is planned, and no others are.
 
 A form is left out if no plan of it can be faster than the best one: by the bound of its linear program, or by its time with
-everything on the device. Others than the first are not made where it is so near to what any form could give that they are not
-worth it; there, a little more memory can be predicted to be slower by as much.
+everything on the device. It is not searched either if that bound is hardly lower than the best form's, and finer forms are not
+made once a bound rises. Others than the first are not made where it is so near to what any form could give that they are not
+worth it. By as much as these differences, a little more memory can be predicted to be slower.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mtcompile.passes.step_graph import kernel_of, regions
 
 SMALL = 3000  # operations of a step whose other forms are made in about a second each
 _NEAR, _NEAR_LARGE = 1.02, 1.1  # of what any form could give: then others are not made of a small step, or of a large one
+_PROMISE = 0.998  # of the best form's bound: others that promise less are not searched
 _STREAMED = 0.95  # of the time with everything on the device that is not fixed elsewhere: fetching farther ahead gains less
 _HALVINGS = 12  # between nothing and what a form's floor needs
 
@@ -145,10 +147,15 @@ class Comparison(Generic[S]):
             if self.allowed.alone or is_near(best[0].candidates, self.forms.limits, best[1].plan):
                 return
         for chain in chains:
-            leanest = inf
+            leanest, before_us = inf, inf
             for form in chain:
-                if (best := self.best) is not None and least_us(form.candidates) >= best[1].plan.total_us:
-                    break
+                if (best := self.best) is not None:
+                    if least_us(form.candidates) >= best[1].plan.total_us:
+                        break
+                    bound_us = form.candidates.bound_us(self.forms.limits.device, self.forms.limits.host)
+                    if not self.allowed.in_fragments and before_us < bound_us < inf:
+                        break  # what finer forms spare is worth less and less
+                    before_us = bound_us
                 if best is None and not self.allowed.alone:
                     nbytes = self._least_nbytes(form)
                     if nbytes >= leanest and form.form.cut == UNCUT:  # more chunks or tiles need no less
@@ -183,7 +190,8 @@ class Comparison(Generic[S]):
         limits, best = self.forms.limits, self.best
         if best is not None:
             if could_be_faster(form.candidates, limits, best[1].plan):
-                self._attempt(form)
+                if self.allowed.in_fragments or promises_more(form.candidates, limits, best[0].candidates):
+                    self._attempt(form)
         elif self._must_fit(form) and form.candidates.bound_us(limits.device, None) == inf:
             self._unlikely.append(form)
         else:
@@ -214,6 +222,12 @@ def could_be_faster(candidates: Candidates, limits: Budgets, plan: Plan) -> bool
     if least_us(candidates) >= plan.total_us:
         return False
     return candidates.bound_us(limits.device, limits.host) < plan.total_us
+
+
+def promises_more(candidates: Candidates, limits: Budgets, best: Candidates) -> bool:
+    """Tells whether a form is worth a search beside the ``best`` one: its plans are about as far from its bound as those of the
+    best one from theirs."""
+    return candidates.bound_us(limits.device, limits.host) <= _PROMISE * best.bound_us(limits.device, limits.host)
 
 
 def is_near(candidates: Candidates, limits: Budgets, plan: Plan) -> bool:

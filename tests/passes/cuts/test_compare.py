@@ -1,0 +1,70 @@
+"""Which forms of a step are searched, by their bounds. Forms here are their times: no step is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.cuts import compare
+from mtcompile.passes.cuts.compare import Comparison
+from mtcompile.passes.cuts.form import Allowed, Form
+
+FASTEST_US = 50.0  # of any form, with everything on the device
+
+
+@dataclass
+class Made:
+    """A form whose plans take at least ``bound_us`` within the limits, and that of a search ``time_us``."""
+
+    form: Form
+    bound_us: float
+    time_us: float
+    candidates: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        resident = SimpleNamespace(plan=SimpleNamespace(total_us=FASTEST_US))
+        problem = SimpleNamespace(fixed_homes={})
+        self.candidates = SimpleNamespace(bound_us=lambda *limits: self.bound_us, resident=resident, problem=problem)
+
+
+def searched(monkeypatch: pytest.MonkeyPatch, first: Made, *finer: Made, in_fragments: bool = False) -> list[int]:
+    """Returns the numbers of chunks of the forms that a comparison searches."""
+    order: list[int] = []
+
+    def find(form: Made) -> Any:
+        order.append(form.form.chunks)
+        return SimpleNamespace(plan=SimpleNamespace(total_us=form.time_us, all_resident=False))
+
+    monkeypatch.setattr(compare, "is_near", lambda *about: False)
+    forms: Any = SimpleNamespace(find=find, limits=Budgets(1, None, 0))
+    Comparison(forms, Allowed(in_fragments=in_fragments)).run([first], [iter((first, *finer))])
+    return order
+
+
+def chunks(count: int, bound_us: float, time_us: float = 120.0) -> Made:
+    return Made(Form(chunks=count), bound_us, time_us)
+
+
+def test_a_form_that_promises_more_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert searched(monkeypatch, chunks(1, 100), chunks(4, 98), chunks(16, 90)) == [1, 4, 16]
+
+
+def test_a_form_whose_bound_is_hardly_lower_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert searched(monkeypatch, chunks(1, 100), chunks(4, 99.9), chunks(16, 90)) == [1, 16]
+
+
+def test_finer_forms_are_left_out_once_the_bound_rises(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert searched(monkeypatch, chunks(1, 100), chunks(4, 90), chunks(16, 95), chunks(64, 80)) == [1, 4]
+
+
+def test_fragments_that_were_asked_for_are_compared_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = chunks(1, 100), chunks(4, 99.9), chunks(16, 110), chunks(64, 80)
+    assert searched(monkeypatch, *forms, in_fragments=True) == [1, 4, 16, 64]
+
+
+def test_a_form_that_cannot_be_faster_is_never_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert searched(monkeypatch, chunks(1, 100), chunks(4, 121), in_fragments=True) == [1]
