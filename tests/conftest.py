@@ -17,7 +17,9 @@ from torch._dynamo import guards
 from mtcompile import compiler
 from mtcompile.capture.joint import joint_key
 from mtcompile.kernels.eager import Built, EagerKernels
+from mtcompile.passes.cuts import compare
 from mtcompile.passes.planning import candidates, frontier
+from mtcompile.passes.planning.figures import lean
 from mtcompile.passes.planning.linear import seeds
 from mtcompile.passes.step_graph import copy_step
 
@@ -51,6 +53,8 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(seeds, "_AHEAD", (1,))
         monkeypatch.setattr(candidates, "_FEW_SEARCHED", 0)  # no climbs in place of so few
         monkeypatch.setattr(frontier, "ROUNDS", 1)
+        monkeypatch.setattr(lean, "_SOME_HOMES", 0)  # few ways to need little of the host
+        monkeypatch.setattr(compare, "_HALVINGS", 4)  # a form's least bytes are known less exactly
 
 
 @pytest.fixture(scope="session", autouse=True)

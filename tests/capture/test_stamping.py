@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +21,7 @@ from mtcompile.capture.tracing import trace_joint
 from mtcompile.errors import CaptureError
 from mtcompile.models.decoders import Decoder, Shape
 from mtcompile.passes.graph_json import graph_to_json
+from mtcompile.passes.joint.normalize import normalize
 
 BLOCKS, WIDTH = 6, 8
 
@@ -224,9 +225,32 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
 
 
 def graph_of(model: nn.Module, repeated: tuple[str, int] | None = None, **data: Tensor) -> dict[str, Any]:
-    """The normalized joint graph as data, in which sequence numbers are counted from 0."""
+    """The normalized joint graph as data."""
     torch.compiler.reset()
-    graph: dict[str, Any] = json.loads(graph_to_json(trace_joint(model, data, repeated=repeated)[0]))
+    return as_data(trace_joint(model, data, repeated=repeated)[0])
+
+
+def both_graphs_of(model: nn.Module, backward: bool = True, **data: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of one capture by Dynamo: the graph of all blocks, which is traced first, and the graph that ``joint_graph`` gives."""
+    whole = list[dict[str, Any]]()
+    plain = joint_module.joint_graph
+
+    def joint_graph(description: Any, tangents: Any, observe: Any) -> fx.GraphModule:
+        tangents = tangents if backward else None
+        with pytest.MonkeyPatch.context() as patch:
+            trace_whole(patch)
+            whole.append(as_data(normalize(plain(description, tangents, observe), observe)))
+        return plain(description, tangents, observe)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracing, "joint_graph", joint_graph)
+        some = graph_of(model, **data)
+    return whole[0], some
+
+
+def as_data(joint: fx.GraphModule) -> dict[str, Any]:
+    """Sequence numbers are counted from 0."""
+    graph: dict[str, Any] = json.loads(graph_to_json(joint))
     metas = [node["meta"] for node in graph["nodes"] if "seq_nr" in node["meta"]]
     ranks = {number: rank for rank, number in enumerate(sorted({meta["seq_nr"] for meta in metas}))}
     for meta in metas:
@@ -259,15 +283,10 @@ def inputs_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         for case in (*STAMPED, *WHOLE)
     ],
 )
-def test_the_graph_is_that_of_all_blocks(case: str, inputs_traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = {**STAMPED, **WHOLE}[case]()
-    x = torch.randn(2, 5, WIDTH)
-    some = graph_of(model, x=x)
-    most = max(inputs_traced)
-    trace_whole(monkeypatch)
-    inputs_traced.clear()
-    assert some == graph_of(model, x=x)
-    assert (most < inputs_traced[0]) == (case in STAMPED)
+def test_the_graph_is_that_of_all_blocks(case: str, inputs_traced: list[int]) -> None:
+    whole, some = both_graphs_of({**STAMPED, **WHOLE}[case](), x=torch.randn(2, 5, WIDTH))
+    assert some == whole
+    assert (max(inputs_traced[1:]) < inputs_traced[0]) == (case in STAMPED)
 
 
 @pytest.mark.slow
@@ -279,37 +298,18 @@ def test_memory_of_two_blocks_is_refused_as_in_the_whole_graph() -> None:
 
 
 @pytest.mark.slow
-def test_blocks_are_stamped_under_autocast_and_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = Stack(), torch.randn(2, 5, WIDTH)
-
-    def both() -> list[dict[str, Any]]:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            cast = graph_of(model, x=x)
-        with torch.no_grad():
-            return [cast, graph_of(model, x=x)]
-
-    some = both()
-    trace_whole(monkeypatch)
-    assert some == both()
+def test_blocks_are_stamped_under_autocast_and_without_gradients(inputs_traced: list[int]) -> None:
+    for setting in (torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad()):
+        inputs_traced.clear()
+        with setting:
+            whole, some = both_graphs_of(Stack(), x=torch.randn(2, 5, WIDTH))
+        assert some == whole and max(inputs_traced[1:]) < inputs_traced[0]
 
 
 @pytest.mark.slow
-def test_a_graph_without_a_backward_is_stamped(inputs_traced: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = []
-    plain = joint_module.joint_graph
-
-    def without(description: Any, tangents: Any, observe: Any) -> Any:
-        graphs.append(plain(description, None, observe))
-        return plain(description, tangents, observe)
-
-    monkeypatch.setattr(tracing, "joint_graph", without)
-    graph_of(Stack(), x=torch.randn(2, 5, WIDTH))
-    fewest = inputs_traced[0]
-    trace_whole(monkeypatch)
-    inputs_traced.clear()
-    graph_of(Stack(), x=torch.randn(2, 5, WIDTH))
-    assert fewest < inputs_traced[0]
-    assert str(graphs[0].graph) == str(graphs[1].graph)
+def test_a_graph_without_a_backward_is_stamped(inputs_traced: list[int]) -> None:
+    whole, some = both_graphs_of(Stack(), backward=False, x=torch.randn(2, 5, WIDTH))
+    assert some == whole and max(inputs_traced[1:]) < inputs_traced[0]
 
 
 @pytest.mark.slow

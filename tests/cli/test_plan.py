@@ -31,8 +31,6 @@ def test_the_command_plans_shapes_factories_and_configurations(tmp_path: Path, m
     assert printed["limiting_resource"] and printed["busy"]["compute"] > 0 and printed["precision"] == "model"
     fitting = [row["step_time_us"] for row in printed["rows"] if row["feasible"]]
     assert fitting and printed["step_time_us"] <= min(fitting) * 1.000001
-    code, text = run("gpt-11m", "--batch", "2", "--seq", "64", "--memory", "1MiB")
-    assert code == 3 and "does not fit" in text and "Ways out" in text
     (tmp_path / "own.py").write_text(
         "import torch\n"
         "def make(batch, seq):\n"
@@ -44,6 +42,8 @@ def test_the_command_plans_shapes_factories_and_configurations(tmp_path: Path, m
     )
     code, text = run(f"{tmp_path}/own.py:make", "--batch", "4", "--seq", "16", "--memory", "1MiB")
     assert code == 0 and "own.py:make" in text
+    code, text = run(f"{tmp_path}/own.py:make", "--batch", "4", "--seq", "16", "--memory", "2KiB")
+    assert code == 3 and "does not fit" in text and "Ways out" in text
     config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4, "vocab_size": 100}))
     code, text = run(f"{tmp_path}/config.json", "--seq", "32")

@@ -56,6 +56,7 @@ def little_search(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"mtcompile.passes.planning.candidates.{limit}", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_search")
 def test_a_step_that_fits_says_what_would_gain_most() -> None:
     forecast = planned(advise=True)

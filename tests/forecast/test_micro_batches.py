@@ -30,6 +30,7 @@ def layers(batch: int, seq: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Layers(), {"x": torch.zeros(batch, 4, 16)}
 
 
+@pytest.mark.slow
 def test_auto_is_the_fastest_number_or_needs_the_least() -> None:
     def planned(memory: int, count: int | str) -> Any:
         return mtcompile.plan(layers, batch=126, memory=memory, machine="rtx4090", accumulate=count)

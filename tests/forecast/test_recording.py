@@ -19,12 +19,13 @@ from mtcompile.models.decoders import SHAPES, Shape, fake
 from mtcompile.passes.graph_json import graph_to_json
 from mtcompile.torch_private import building_on_meta, building_without_memory
 
-_SMALL = Shape(64, 96, 3, 4, 2, 128, head_dim=16)
+_SMALL = Shape(64, 96, 2, 4, 2, 128, head_dim=16)
 _SHAPES = {
     "grouped heads": _SMALL,
     "tied": replace(_SMALL, tied=True),
     "fp32, as many heads": replace(_SMALL, kv_heads=4, dtype=torch.float32),
 }
+_QUICK = ("grouped heads", 1), ("tied", 2), ("fp32, as many heads", 2)
 
 
 def traced(shape: Shape, batch: int, repeated: tuple[str, int] | None) -> fx.GraphModule:
@@ -54,8 +55,14 @@ def written(joint: fx.GraphModule) -> tuple[dict[str, Any], list[tuple[Any, ...]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("shape", _SHAPES.values(), ids=_SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "batch"),
+    [
+        pytest.param(shape, batch, marks=[pytest.mark.long] * ((name, batch) not in _QUICK), id=f"{name}-{batch}")
+        for name, shape in _SHAPES.items()
+        for batch in (1, 2)
+    ],
+)
 def test_a_recorded_step_is_as_torch_traces_it(shape: Shape, batch: int) -> None:
     expected = written(traced(shape, batch, None))
     assert written(recorded(shape, batch, None)) == expected
@@ -70,6 +77,7 @@ def test_built_in_shapes_are_recorded(name: str) -> None:
     assert written(recorded(shape, 2, repeated)) == written(traced(shape, 2, repeated))
 
 
+@pytest.mark.slow
 def test_recording_loads_no_tracing_of_torch() -> None:
     """Loading it takes longer than all the rest of a recording."""
     code = (

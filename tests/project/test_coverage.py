@@ -103,6 +103,7 @@ def work(entry: str) -> dict[str, Any]:
     return {"verdict": entry}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_an_entry_that_crashes_costs_one_row() -> None:
     rows = dict(workers.rows(["a", "crash", "endless", "greedy", "b"], work, jobs=2, limits=workers.Limits(1, 1 << 30)))

@@ -69,7 +69,7 @@ def test_the_pass_of_the_page_runs_and_does_what_it_says() -> None:
 def test_the_tours_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(SHAPES, "gpt-11m", replace(SHAPES["gpt-11m"], layers=2))  # fewer layers than a reader's
+    monkeypatch.setitem(SHAPES, "gpt-11m", replace(SHAPES["gpt-11m"], layers=2, vocabulary=1024))  # less than a reader's
     commands = [line for part in code(DOCS / "tour.md", "sh") for line in part.splitlines()]
     assert len(commands) > 6
     for command in commands:

@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow  # it compiles many models
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
-SMALL = ["--layers", "3", "--width", "64", "--batch", "2", "--seq", "32", "--steps", "3"]
+SMALL = ["--layers", "2", "--width", "64", "--batch", "2", "--seq", "32", "--steps", "3"]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], timeline: Path, *flags: str) -> tuple[int, str]:

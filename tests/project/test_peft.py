@@ -12,8 +12,6 @@ import mtcompile
 from mtcompile.runtime.schedule import placed
 from tests.project.examples import equal, example, weights
 
-peft = pytest.importorskip("peft")
-
 pytestmark = pytest.mark.slow  # it compiles a model
 
 
@@ -31,7 +29,7 @@ def copied_nbytes(schedule: Any, queue: str, role: str) -> int:
     ],
 )
 def test_the_base_is_read_and_nothing_else(layers: int, memory: str, update: str, tmp_path: Path) -> None:
-    lora = example("peft_lora")
+    peft, lora = pytest.importorskip("peft"), example("peft_lora")
     plain, plain_losses = lora.train(None, layers, steps=3)
     model, losses = lora.train(memory, layers, steps=3, update=update)
     assert losses == plain_losses and equal(weights(model), weights(plain))

@@ -12,8 +12,6 @@ import mtcompile
 from tests.project.examples import equal, example, weights
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("trl")
-pytest.importorskip("datasets")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of libraries about each other
 QUIET: dict[str, Any] = {"disable_tqdm": True, "save_strategy": "no"}
@@ -23,6 +21,8 @@ CLOCKED = ("runtime", "per_second", "step_time", "total_flos")
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("trl", "datasets"):  # not where tests are only collected: loading them takes seconds
+        pytest.importorskip(name)
     torch.compiler.reset()
 
 

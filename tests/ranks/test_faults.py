@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -90,26 +91,26 @@ def interrupted(rank: int, count: int) -> dict[str, Any]:
     connection = ours._mt_model.door.ranks.connection
     combine = connection.exchange.reduce_scatter
 
-    ended = threading.Event()
+    main = threading.get_ident()
 
     def interrupt() -> None:
-        pause_s = 1.0
-        while not ended.wait(pause_s):  # an interrupt in a callback of a weak reference is lost
-            os.kill(os.getpid(), signal.SIGINT)
-            pause_s = 10.0  # what the first one ends takes a while: a second must not meet it
+        """Interrupts the main thread once it waits: in a callback of a weak reference, an interrupt is lost."""
+        while sys._current_frames()[main].f_code.co_filename != threading.__file__:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
 
     def waiting(*given: Any) -> Any:
         threading.Thread(target=interrupt, daemon=True).start()
         return combine(*given)
 
-    connection.exchange.reduce_scatter = waiting if rank == 0 else lambda *_: time.sleep(60)
+    connection.exchange.reduce_scatter = waiting if rank == 0 else lambda *_: signal.pause()
     loss = ours(*batches_of(0, count)[rank])
     try:
         loss.backward()
     except (KeyboardInterrupt, StepError) as error:
-        ended.set()
         found["end"] = type(error).__name__
-    os.kill(connection.meeting.processes[1], signal.SIGKILL)
+    finally:
+        os.kill(connection.meeting.processes[1], signal.SIGKILL)
     return found
 
 

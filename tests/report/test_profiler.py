@@ -13,6 +13,7 @@ from mtcompile.torch_private import profiler_runs
 from tests.helpers.stacks import BLOCKS, stack
 
 
+@pytest.mark.slow
 def test_blocks_are_shown_by_name_and_results_are_the_same() -> None:
     plain, data = stack()
     optimizers = []

@@ -333,6 +333,7 @@ def test_the_command_shows_what_was_dumped(tmp_path: Path) -> None:
     assert command(source).exit_code == 2
 
 
+@pytest.mark.slow
 def test_the_command_shows_what_is_planned(tmp_path: Path) -> None:
     factory, target = tmp_path / "net.py", tmp_path / "out.html"
     factory.write_text(

@@ -108,6 +108,7 @@ def test_without_kvikio_the_error_says_how_to_go_on(store: DiskStore, monkeypatc
         by_kvikio(store)
 
 
+@pytest.mark.slow
 def test_whether_a_folder_can_be_read_straight_is_tried(tmp_path: Path, faults: fake_kvikio.Faults) -> None:
     past_the_cache = DiskStore(tmp_path, CHUNK, depth=1).file.is_direct
     assert works(tmp_path, ByKvikio()) == past_the_cache

@@ -121,6 +121,7 @@ def test_the_file_has_no_name_and_its_space_is_reserved(store: DiskStore) -> Non
     assert status.st_nlink == 0 and status.st_blocks * 512 >= 8 << 20
 
 
+@pytest.mark.slow
 def test_descriptors_are_closed_with_the_store(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, CHUNK)
     numbers = {store.file.cached, store.file.direct}
