@@ -49,6 +49,11 @@ def disk_direct() -> bool | None:
     return None if value == "auto" else value == "1"
 
 
+def disk_spare() -> str:
+    """MT_DISK_SPARE=dir: a folder on another drive, for what the disk does not take among the updates of a step."""
+    return os.environ.get("MT_DISK_SPARE", "")
+
+
 def check_seed() -> int:
     """MT_CHECK_SEED: seed of the random delays of MT_CHECK (default 0)."""
     return int(os.environ.get("MT_CHECK_SEED", "0"))

@@ -33,10 +33,11 @@ Size = str | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
-    """A folder on a disk, and the bytes that may be taken there."""
+    """A folder on a disk, and the bytes that may be taken there. ``spare``: a folder for what cannot be written there."""
 
     folder: Path
     nbytes: int
+    spare: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,8 @@ def parse_disk(disk: str | None) -> DiskBudget | None:
     nbytes = parse_bytes(size, "disk")
     assert nbytes is not None
     knobs.disk_direct()  # a wrong value is an error here, not in the first step
-    return DiskBudget(Path(folder).expanduser(), nbytes)
+    spare = knobs.disk_spare()
+    return DiskBudget(Path(folder).expanduser(), nbytes, Path(spare).expanduser() if spare else None)
 
 
 def parse_bytes(size: Size, option: str = "") -> int | None:

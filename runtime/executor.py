@@ -129,10 +129,10 @@ class PhaseOptions:
     """The options of one phase's run.
 
     ``delays``: random sleeps. ``fence``: of a device that runs behind its threads; the phase is then issued, and drained
-    into the compute queue, when ``execute`` returns. ``paced``: the microseconds that each takes at least; it waits out the
-    difference, as a slower device would take it. ``previous``: the queue that the previous step deferred, which this
-    phase drains too. ``deferred``: takes what queue host has not finished, so that the phase does not wait for it.
-    ``named``: makes a context for each copy and run, in which a profiler shows it by its name.
+    into the compute queue, when ``execute`` returns. ``paced``: the microseconds that each takes at least, as on a slower
+    device (``_Clock``). ``previous``: the queue that the previous step deferred, which this phase drains too. ``deferred``:
+    takes what queue host has not finished, so that the phase does not wait for it. ``named``: makes a context for each copy
+    and run, in which a profiler shows it by its name.
     """
 
     delays: Delays | None = None
@@ -150,6 +150,35 @@ def execute(
     return _PhaseRun(prepared, memory, kernels, options).run()
 
 
+class _Clock:
+    """When the instructions of one queue of a slower device begin and end. A thread issues the device's own queues one ahead:
+    while an instruction runs, the next is issued, and begins when that one has ended and what it waits for has. So what the
+    thread does between two of them takes no time unless it takes longer than the first. Other queues begin what their thread
+    has come to.
+
+    ``ends``: of all queues, by instruction. ``ahead``: whether the queue is the device's.
+    """
+
+    def __init__(self, ends: dict[int, int], ahead: bool) -> None:
+        self.ends, self.ahead = ends, ahead
+        self._free_ns = self._last_ns = 0
+
+    def pass_by(self, item: _Item) -> None:
+        """Notes what an instruction waits for, and when one without a length of its own is done."""
+        since = time.perf_counter_ns() if item.previous_step_deps else 0  # these have no clock here
+        self._free_ns = max(self._free_ns, since, *(self.ends.get(dep, 0) for _, dep in item.waits))
+        self.ends[item.index] = self._free_ns
+
+    def run(self, index: int, began_ns: int, least_ns: int) -> tuple[int, int]:
+        """Waits until an instruction has ended that a thread has come to, and has done. Returns when it began and ended."""
+        length = max(least_ns, time.perf_counter_ns() - began_ns)
+        start = max(self._free_ns, began_ns - self._last_ns) if self.ahead else began_ns
+        self._free_ns = self.ends[index] = start + length
+        self._last_ns = length
+        wait_until(self._free_ns)
+        return start, self._free_ns if self.ahead else time.perf_counter_ns()
+
+
 class _PhaseRun:
     """One phase while it runs. ``records`` and ``host_records``: of copies and kernels, of queue host apart, since that may
     be deferred."""
@@ -164,6 +193,7 @@ class _PhaseRun:
         self.drained = False
         self.records: list[Record] = []
         self.host_records: list[Record] = []
+        self.ends: dict[int, int] = {}  # of what is paced, by its clock
         self.start_ns = time.perf_counter_ns()
 
     def run(self) -> list[Record]:
@@ -228,6 +258,7 @@ class _PhaseRun:
     def _issue(self, queue: Queue) -> None:
         memory, progress, delays = self.memory, self.progress, self.options.delays
         sleep = random.Random(f"{delays.seed}/{queue}/{self.prepared.phase}") if delays else None
+        clock = _Clock(self.ends, queue not in HOST_QUEUES) if self.options.paced else None
         for item in self.prepared.lanes[queue]:
             if item.waits or item.previous_step_deps:
                 self._wait(queue, item)
@@ -236,13 +267,15 @@ class _PhaseRun:
             if sleep is not None and delays is not None:
                 time.sleep(sleep.random() * delays.longest_us / 1e6)
             instruction = item.instruction
+            if clock is not None:
+                clock.pass_by(item)
             try:
                 if instruction.op == "alloc":
                     memory.alloc(instruction.writes[0], item.filled)
                 elif instruction.op == "free":
                     memory.free(instruction.writes[0])
                 else:
-                    self._work(queue, item.index, instruction)
+                    self._work(queue, item.index, instruction, clock)
             except Exception as error:
                 setattr(error, _FAILED_AT, (item.index, instruction))
                 raise
@@ -260,7 +293,7 @@ class _PhaseRun:
             for dep in item.previous_step_deps:
                 self.previous.wait(dep)
 
-    def _work(self, queue: Queue, index: int, instruction: Instruction) -> None:
+    def _work(self, queue: Queue, index: int, instruction: Instruction, clock: _Clock | None) -> None:
         """Issue a copy or run, and record it."""
         stamp = self.fence.stamp if self.fence is not None and self.fence.timed and queue not in HOST_QUEUES else None
         if stamp is not None:
@@ -271,9 +304,9 @@ class _PhaseRun:
         else:
             with self.options.named(instruction):
                 share = self._perform(queue, instruction)
-        if (least_us := self.options.paced.get(index)) is not None:
-            wait_until(began + round(share * least_us * 1e3))
         start, ended = self.start_ns, time.perf_counter_ns()
+        if clock is not None and (least_us := self.options.paced.get(index)) is not None:
+            began, ended = clock.run(index, began, round(share * least_us * 1e3))
         records = self.host_records if queue == "host" else self.records
         records.append(Record(index, queue, (began - start) / 1e3, (ended - start) / 1e3, share))
         if stamp is not None:

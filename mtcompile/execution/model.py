@@ -287,7 +287,7 @@ class CompiledModel:
         disk = self.session.parameters.disk
         return {
             "budget_disk_bytes": self.options.disk.nbytes,
-            "peak_disk_bytes": 0 if disk is None else disk.peak_nbytes,
+            "peak_disk_bytes": 0 if disk is None else disk.peak_nbytes + disk.moved_nbytes,
             "planned_peak_disk_bytes": self.session.arenas.planned_nbytes["disk"],
         }
 

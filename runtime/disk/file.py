@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import shutil
 import tempfile
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtcompile.runtime.disk.errors import DiskError, DiskFull
+from mtcompile.runtime.schedule import BLOCK
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _PREFIX, _SUFFIX = ".mtcompile-disk-", ".opening"
@@ -136,3 +138,35 @@ def reserve(file: Descriptors, nbytes: int) -> None:
             f"disk={file.folder}: expected room for {nbytes - before} more bytes, found {free} bytes free ({error.strerror}); "
             "free space there, name another folder, or give mtcompile more host memory"
         ) from error
+
+
+def reserve_part(file: Descriptors, at: int, nbytes: int) -> None:
+    """Gives a part of the file space on the disk; what is before it may have none. Raises DiskError."""
+    try:
+        os.posix_fallocate(file.cached, at, nbytes)
+    except OSError as error:
+        raise DiskError(error.errno, f"disk={file.folder}: {nbytes} bytes could not be reserved: {error.strerror}") from error
+
+
+def coherent(file: Descriptors) -> Descriptors:
+    """Tries whether requests past the page cache see what a mapping wrote, and the other way round; where they do not, or are
+    refused, returns the file with all requests through the cache."""
+    reserve(file, BLOCK)
+    if not file.is_direct:
+        return file
+    with mmap.mmap(file.cached, BLOCK) as mapping, mmap.mmap(-1, BLOCK) as buffer:
+        try:
+            coherent = True
+            for round in (b"\x01", b"\x02"):
+                mapping[:] = round * BLOCK
+                os.preadv(file.direct, [buffer], 0)
+                coherent = coherent and buffer[:] == mapping[:]
+                buffer[:] = round * (BLOCK - 1) + b"\x03"
+                os.pwritev(file.direct, [buffer], 0)
+                coherent = coherent and mapping[:] == buffer[:]
+        except OSError:
+            coherent = False
+    if coherent:
+        return file
+    os.close(file.direct)
+    return Descriptors(file.folder, file.cached, file.cached)

@@ -15,7 +15,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from mtcompile.runtime.disk.checksums import Checksums
 from mtcompile.runtime.disk.errors import DiskError, DiskFull
@@ -24,6 +24,7 @@ from mtcompile.runtime.disk.pages import pages
 from mtcompile.runtime.schedule import BLOCK, SECTOR
 
 _DIRECT = 8 << 20  # bytes of a piece whose memory is aligned: the system splits it into as many requests as keep a disk busy
+_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)  # of a file system, before a drive is asked
 
 
 class Transfer(NamedTuple):
@@ -35,6 +36,19 @@ class Transfer(NamedTuple):
     name: str = ""
 
 
+class Elsewhere(Protocol):
+    """Other files, for what could not be written to a file: at the same places there."""
+
+    def cut(self, transfer: Transfer) -> Iterator[Transfer]:
+        """Yields the parts of a transfer that lie in one file each."""
+
+    def file_of(self, at: int) -> Descriptors | None:
+        """Returns where a place lies now; None for the file itself."""
+
+    def move(self, piece: Transfer, write: Callable[[Descriptors], None], error: DiskError) -> None:
+        """Writes a piece to the first that takes it. Raises ``error`` if none does."""
+
+
 def whole_blocks(nbytes: int) -> int:
     """Rounds up to what a value takes on disk."""
     return -(-nbytes // BLOCK) * BLOCK
@@ -43,11 +57,20 @@ def whole_blocks(nbytes: int) -> int:
 class Requests:
     """Carries requests to a file. ``chunk``: bytes of a buffer, a multiple of BLOCK, of which each has a checksum. ``depth``:
     pieces in flight. ``summed``: whether what is written has checksums, to compare with when it is read. ``beside``: the
-    requests to another file, with which these share buffers, and so ``chunk``, ``depth`` and ``summed``."""
+    requests to another file, with which these share buffers, and so ``chunk``, ``depth`` and ``summed``. ``elsewhere``: where
+    what fails to be written goes."""
 
-    def __init__(self, file: Descriptors, chunk: int, depth: int, summed: bool = True, beside: Requests | None = None) -> None:
-        self.file, self.checksums = file, Checksums()
-        self.carried_nbytes = 0  # to the file, also in requests that failed; threads may each count too few, never none
+    def __init__(
+        self,
+        file: Descriptors,
+        chunk: int,
+        depth: int,
+        summed: bool = True,
+        beside: Requests | None = None,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
+        self.file, self.checksums, self._elsewhere = file, Checksums(), elsewhere
+        self.carried_nbytes = 0  # by writes, also those that failed; threads may each count too few, never none
         self.summed: bool = summed if beside is None else beside.summed
         self.chunk: int = chunk if beside is None else beside.chunk
         self.depth: int = depth if beside is None else beside.depth
@@ -106,7 +129,8 @@ class Requests:
         """Yields what is carried at a time, in whole chunks: aligned memory in as few pieces as keep the disk busy."""
         direct = max(self.chunk, _DIRECT // self.chunk * self.chunk)
         for transfer in transfers:
-            yield from _parts(transfer, direct if transfer.address % SECTOR == 0 else self.chunk)
+            for piece in _parts(transfer, direct if transfer.address % SECTOR == 0 else self.chunk):
+                yield from (piece,) if self._elsewhere is None else self._elsewhere.cut(piece)
 
     def _all(self, one: Callable[[Transfer, int], None], transfers: Sequence[Transfer]) -> None:
         """Carries all pieces, and ends when all have ended. Raises the first error."""
@@ -148,27 +172,42 @@ class Requests:
         finally:
             self._buffers.put(buffer)
 
+    def _file_of(self, piece: Transfer) -> Descriptors:
+        return (None if self._elsewhere is None else self._elsewhere.file_of(piece.at)) or self.file
+
     def _read(self, piece: Transfer, buffer: int) -> None:
-        direct = piece.nbytes // BLOCK * BLOCK if piece.address % SECTOR == 0 else 0
+        file, direct = self._file_of(piece), piece.nbytes // BLOCK * BLOCK if piece.address % SECTOR == 0 else 0
         if direct:
-            _whole(os.preadv, self.file, piece, piece.address, piece.at, direct, "read")
+            _whole(os.preadv, file, piece, piece.address, piece.at, direct, "read")
         if rest := piece.nbytes - direct:
-            _whole(os.preadv, self.file, piece, buffer, piece.at + direct, whole_blocks(rest), "read")
+            _whole(os.preadv, file, piece, buffer, piece.at + direct, whole_blocks(rest), "read")
             ctypes.memmove(piece.address + direct, buffer, rest)
 
     def _write(self, piece: Transfer, buffer: int) -> None:
+        try:
+            self._write_to(self._file_of(piece), piece, buffer)
+        except DiskError as error:
+            if self._elsewhere is None:
+                raise
+            self._elsewhere.move(piece, lambda file: self._write_to(file, piece, buffer), error)
+
+    def _write_to(self, file: Descriptors, piece: Transfer, buffer: int) -> None:
         def carry(*about: Any) -> int:
-            count = os.pwritev(*about)
+            try:
+                count = os.pwritev(*about)
+            except OSError as error:  # what a drive had done of a request that failed is not known
+                self.carried_nbytes += error.errno not in _REFUSALS
+                raise
             self.carried_nbytes += count
             return count
 
         direct = piece.nbytes // BLOCK * BLOCK if piece.address % SECTOR == 0 else 0
         if direct:
-            _whole(carry, self.file, piece, piece.address, piece.at, direct, "write")
+            _whole(carry, file, piece, piece.address, piece.at, direct, "write")
         if rest := piece.nbytes - direct:
             ctypes.memmove(buffer, piece.address + direct, rest)
             ctypes.memset(buffer + rest, 0, whole_blocks(rest) - rest)
-            _whole(carry, self.file, piece, buffer, piece.at + direct, whole_blocks(rest), "write")
+            _whole(carry, file, piece, buffer, piece.at + direct, whole_blocks(rest), "write")
 
 
 def _parts(transfer: Transfer, nbytes: int) -> Iterator[Transfer]:

@@ -3,12 +3,9 @@ address like everything else, and can be read and written by anybody; the runtim
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import os
 import threading
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -16,7 +13,9 @@ from typing import Any
 
 from mtcompile.runtime.disk import file as files
 from mtcompile.runtime.disk.errors import DiskError
+from mtcompile.runtime.disk.mappings import Mappings
 from mtcompile.runtime.disk.requests import Requests, Transfer, whole_blocks
+from mtcompile.runtime.disk.spares import Spare, Spares
 from mtcompile.runtime.schedule import BLOCK
 
 Move = tuple[int, int, int, str]  # address in memory, address within a mapping, bytes, name for errors
@@ -49,13 +48,15 @@ class DiskStore:
         self.folder = folder
         self.file = files.opened(folder)
         try:
-            self.file = _coherent(self.file)
+            self.file = files.coherent(self.file)
             first = None if beside is None else beside._requests
-            self._requests: Requests = Requests(self.file, chunk, depth, summed, first)
+            self._mappings = Mappings()
+            self.spares = Spares(self._mappings.remap)
+            self._requests: Requests = Requests(self.file, chunk, depth, summed, first, self.spares)
         except BaseException:
             self.file.close()
             raise
-        weakref.finalize(self, _close, self._requests, self.file)
+        weakref.finalize(self, _close, self._requests, self.file, self.spares)
         self.used_nbytes = self.reserved_nbytes = self.peak_nbytes = 0
         self._first, self._others = beside, weakref.WeakSet[DiskStore]()
         if beside is not None:
@@ -63,8 +64,6 @@ class DiskStore:
         self.read_nbytes = self.written_nbytes = 0
         self._lock = threading.Lock()
         self._behind: dict[Future[None], list[tuple[int, int]]] = {}  # the parts of the file that writes under way change
-        self._starts: list[int] = []  # addresses of the mappings, ascending
-        self._mappings: list[tuple[int, int]] = []  # of each, its place in the file and its bytes
 
     @property
     def staging_nbytes(self) -> int:
@@ -78,8 +77,24 @@ class DiskStore:
 
     @property
     def all_reserved_nbytes(self) -> int:
-        """The space on the disk of this store and of those beside it."""
-        return self.reserved_nbytes + sum(other.reserved_nbytes for other in self._others)
+        """The space on the disk of this store, of those beside it, and of what lies in another file of the folder."""
+        return self.reserved_nbytes + sum(other.reserved_nbytes for other in self._others) + self.moved_nbytes
+
+    @property
+    def moved_nbytes(self) -> int:
+        """The bytes of the folder for what could not be written at its place."""
+        return sum(spare.taken_nbytes for spare in self.spares.files if spare.folder == self.folder)
+
+    def spare_here(self, most_nbytes: int) -> None:
+        """Lets what cannot be written at its place go to another file of the folder, which may hold ``most_nbytes`` in all; and
+        to one more, if that has a bad place too."""
+        mine = weakref.ref(self)
+
+        def room() -> int:
+            store = mine()
+            return 0 if store is None else most_nbytes - store.all_reserved_nbytes
+
+        self.spares.files += [Spare(self.folder, room) for _ in range(2)]
 
     def reserve(self, nbytes: int) -> None:
         """Reserves space on the disk, for all mappings together. Raises DiskFull before anything is written."""
@@ -95,13 +110,7 @@ class DiskStore:
     def _map(self, size: int) -> mmap.mmap:
         at = self.used_nbytes
         self.reserve(at + size)
-        mapping = mmap.mmap(self.file.cached, size, offset=at)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        position = bisect_right(self._starts, start)
-        while position < len(self._starts) and self._starts[position] < start + size:  # of a mapping that is gone
-            del self._starts[position], self._mappings[position]
-        self._starts.insert(position, start)
-        self._mappings.insert(position, (at, size))
+        mapping = self._mappings.add(self.file, at, size)
         self.used_nbytes = at + size
         first = self._first or self
         first.peak_nbytes = max(first.peak_nbytes, first.used_nbytes + sum(other.used_nbytes for other in first._others))
@@ -109,12 +118,7 @@ class DiskStore:
 
     def place_of(self, address: int) -> int | None:
         """Returns the place in the file of an address within a mapping; None for any other address."""
-        with self._lock:
-            position = bisect_right(self._starts, address) - 1
-            if position < 0:
-                return None
-            (at, nbytes), start = self._mappings[position], self._starts[position]
-        return at + address - start if address < start + nbytes else None
+        return self._mappings.place_of(address)
 
     def read(self, moves: Iterable[Move], verify: bool = False) -> None:
         """Reads from the disk into memory. Raises DiskError; with ``verify``, DiskCorrupt before anything uses the bytes."""
@@ -184,30 +188,8 @@ class DiskStore:
         return Transfer(at, address, nbytes, name)
 
 
-def _close(requests: Requests, file: files.Descriptors) -> None:
+def _close(requests: Requests, file: files.Descriptors, spares: Spares) -> None:
     requests.close()
     file.close()
-
-
-def _coherent(file: files.Descriptors) -> files.Descriptors:
-    """Tries whether requests past the page cache see what a mapping wrote, and the other way round; where they do not, or are
-    refused, returns the file with all requests through the cache."""
-    files.reserve(file, BLOCK)
-    if not file.is_direct:
-        return file
-    with mmap.mmap(file.cached, BLOCK) as mapping, mmap.mmap(-1, BLOCK) as buffer:
-        try:
-            coherent = True
-            for round in (b"\x01", b"\x02"):
-                mapping[:] = round * BLOCK
-                os.preadv(file.direct, [buffer], 0)
-                coherent = coherent and buffer[:] == mapping[:]
-                buffer[:] = round * (BLOCK - 1) + b"\x03"
-                os.pwritev(file.direct, [buffer], 0)
-                coherent = coherent and mapping[:] == buffer[:]
-        except OSError:
-            coherent = False
-    if coherent:
-        return file
-    os.close(file.direct)
-    return files.Descriptors(file.folder, file.cached, file.cached)
+    for spare in spares.files:
+        spare.close()

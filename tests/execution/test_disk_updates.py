@@ -18,26 +18,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import mtcompile
 from mtcompile.checkpoint import load, save
 from mtcompile.errors import BudgetError, StepError
 from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.runtime.disk.requests import Requests
 from mtcompile.runtime.schedule import BLOCK, SECTOR, Schedule, used_by_disk
 from mtcompile.runtime.verify import ScheduleError, verify
-from tests.helpers.stacks import WIDTH, Residual
-
-SMALL = {"memory": "1500KB", "host": "2MB", "policy": "megatrain"}  # a fixed policy plans faster
-
-
-class Model(Residual):
-    """Whose second block is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1].requires_grad_(False)
+from tests.helpers.disk.training import Model, adamw, compiled, on_disk, same, step
+from tests.helpers.stacks import WIDTH
 
 
 @pytest.fixture(autouse=True)
@@ -45,39 +34,6 @@ def fresh() -> Iterator[None]:
     torch.manual_seed(5)
     torch.compiler.reset()
     yield
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
-
-
-def compiled(plain: nn.Module, make: Any = adamw, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    model = copy.deepcopy(plain)
-    optimizer = make(model)
-    return mtcompile.compile(model, optimizer=optimizer, update="backward", **options), optimizer
-
-
-def on_disk(folder: Path, plain: nn.Module, make: Any = adamw, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    return compiled(plain, make, **{**SMALL, "disk": f"{folder}:16MiB", **options})
-
-
-def step(model: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
-    loss = model(x.to(next(model.parameters()).dtype))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()  # type: ignore[no-any-return]
-
-
-def same(model: Any, optimizer: torch.optim.Optimizer, other: Any, its_optimizer: torch.optim.Optimizer) -> None:
-    for (name, one), (_, two) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
-        assert torch.equal(one, two), name
-    states = optimizer.state_dict()["state"], its_optimizer.state_dict()["state"]
-    assert states[0].keys() == states[1].keys()
-    for index, entry in states[0].items():
-        for key, value in entry.items():
-            assert value is states[1][index][key] is None or torch.equal(value, states[1][index][key]), key
 
 
 OPTIMIZERS = {
@@ -214,13 +170,13 @@ def test_a_batch_that_needs_more_host_memory_sends_state_to_disk_in_the_middle_o
     assert report["peak_disk_bytes"] <= report["planned_peak_disk_bytes"] == model.plan.peak_bytes["disk"]
 
 
-def failing(name: str, nth: int) -> Any:
+def failing(name: str, nth: int, lasting: bool = False) -> Any:
     real, count = getattr(os, name), 0
 
     def call(*args: Any) -> int:
         nonlocal count
         count += 1
-        if count == nth:
+        if count == nth or (lasting and count > nth):
             raise OSError(errno.EIO, "Input/output error")
         return int(real(*args))
 
@@ -236,7 +192,7 @@ def test_a_write_that_fails_leaves_a_model_that_says_so_until_it_is_loaded(
     assert torch.equal(step(model, optimizer), step(plain, other))
     save(tmp_path / "saved", model, optimizer, step=1)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", failing("pwritev", 4))
+        patch.setattr(os, "pwritev", failing("pwritev", 4, lasting=True))
         with pytest.raises(DiskError, match=r"write of .* failed: Input/output error"):
             step(model, optimizer)
     with pytest.raises(StepError, match="failed among its updates"):
@@ -327,7 +283,7 @@ TRAINING = """
 import sys, torch
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from tests.execution.test_disk_updates import Model, on_disk, step
+from tests.helpers.disk.training import Model, on_disk, step
 model, optimizer = on_disk(Path(sys.argv[1]), Model())
 step(model, optimizer)
 print("ready", flush=True)

@@ -19,6 +19,7 @@ from mtcompile.passes.step_graph import fragments_of
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk import direct
 from mtcompile.runtime.disk.file import free_nbytes
+from mtcompile.runtime.disk.spares import Spare
 from mtcompile.runtime.disk.store import DEPTH, DiskStore, piece_nbytes
 from mtcompile.torch_private import shares_storage
 
@@ -26,7 +27,8 @@ from mtcompile.torch_private import shares_storage
 def room_nbytes(disk: DiskBudget, parameters: ParameterStore, frames: LiveFrames) -> int:
     """Returns the bytes that may be on disk: as asked for, or fewer if there is no room, less those of waiting forwards."""
     taken = 0 if parameters.disk is None else parameters.disk.all_reserved_nbytes
-    return min(disk.nbytes, taken + free_nbytes(disk.folder)) - frames.disk_nbytes()
+    moved = 0 if parameters.disk is None else parameters.disk.moved_nbytes
+    return min(disk.nbytes, taken + free_nbytes(disk.folder)) - moved - frames.disk_nbytes()
 
 
 def limits(disk: DiskBudget, device: Device, parameters: ParameterStore, frames: LiveFrames) -> dict[str, Any]:
@@ -61,9 +63,15 @@ def opened_store(disk: DiskBudget, parameters: ParameterStore, model_nbytes: int
     """Returns the store of a model of that size, with room for what a plan keeps there. Raises DiskError."""
     if parameters.disk is None:
         parameters.disk = DiskStore(disk.folder, piece_nbytes(model_nbytes), summed=knobs.disk_verified())
+        parameters.disk.spare_here(disk.nbytes)
+        if disk.spare is not None:
+            parameters.disk.spares.files.append(Spare(disk.spare, lambda: 0))
     if planned.plan.disk_direct:
         direct_reader(parameters)
-    parameters.disk.reserve(planned.schedule.resident_nbytes.get("disk", 0))  # activations have a file of their own
+    nbytes = planned.schedule.resident_nbytes.get("disk", 0)  # activations have a file of their own
+    parameters.disk.reserve(nbytes)
+    if disk.spare is not None:
+        parameters.disk.spares.files[-1].reserve(nbytes)
     return parameters.disk
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -214,6 +215,8 @@ class UpdatesInBackward:
         """Note that all updates of the backward are done, or under way."""
         self.stepped = False
         self._wholeness.steps += 1
+        for notice in () if self.disk is None else self.disk.store.spares.new_notices():
+            warnings.warn(notice, stacklevel=2)
 
     @contextlib.contextmanager
     def marking_failure(self) -> Iterator[None]:

@@ -357,7 +357,7 @@ def test_a_write_that_fails_behind_is_told_in_its_step(
 
     def failing(*args: Any) -> int:
         written.append(1)
-        if fails and len(written) == (nth if nth > 0 else count):
+        if fails and len(written) >= (nth if nth > 0 else count):  # to whatever file
             raise OSError(number, os.strerror(number))
         return real(*args)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +68,25 @@ def test_what_was_written_arrives(reader: Open, store: DiskStore, faults: fake_k
     assert torch.equal(arrivals[-1].target, homes[-1])
     with pytest.raises(DiskCorrupt, match="w4: its bytes"):
         reads.read(arrivals, verify=True)
+
+
+@pytest.mark.parametrize("reader", [StoreReader, by_kvikio])
+def test_what_lies_in_a_spare_file_arrives(
+    reader: Open, store: DiskStore, faults: fake_kvikio.Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.spare_here(1 << 20)
+    real, own = os.pwritev, store.file.direct
+
+    def fails_behind(number: int, buffers: list[Any], at: int) -> int:
+        if number == own and at >= 4 * CHUNK:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(number, buffers, at)
+
+    monkeypatch.setattr(os, "pwritev", fails_behind)
+    values, _, arrivals = written(store)
+    assert 0 < store.moved_nbytes < sum(SIZES)
+    reader(store).read(arrivals, verify=True)
+    assert same(arrivals, values) and store.read_nbytes == sum(SIZES)
 
 
 @pytest.mark.parametrize(

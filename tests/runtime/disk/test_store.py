@@ -297,3 +297,84 @@ def test_the_file_system_is_read_from_the_mounts(tmp_path: Path) -> None:
     mounts.write_text(f"22 28 0:999 / /proc rw shared:13 - proc proc rw\n{here}\n")
     assert file_system(tmp_path, mounts) == "xfs"
     assert file_system(tmp_path, tmp_path / "none") == ""
+
+
+# ---------------------------------------------------------------------------------------------- what a disk does not take
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, refuses: Callable[[int, int], bool]) -> None:
+    """Lets writes fail. ``refuses``: given a descriptor and a place, whether one does."""
+    real = os.pwritev
+
+    def called(number: int, buffers: list[Any], at: int) -> int:
+        if refuses(number, at):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(number, buffers, at)
+
+    monkeypatch.setattr(os, "pwritev", called)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_pieces_that_fail_lie_elsewhere_whatever_is_written_and_read_then(
+    shift: int, store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values of all sizes, in parts and whole, while places of the file and of another one fail, more and more of them."""
+    random, own = torch.Generator().manual_seed(7), store.file.direct
+    store.spare_here(1 << 30)
+    homes = [on_disk(store, n) for n in (*SIZES, 600 * CHUNK)]
+    values = [random_bytes(home.numel(), shift) for home in homes]
+    store.write([move(value, home) for value, home in zip(values, homes, strict=True)])
+    bad = set[tuple[int, int]]()
+    refusing(monkeypatch, lambda number, at: any(f == number and at <= b < at + CHUNK for f, b in bad))
+    for number in range(15):
+        other = store.spares.files[0].file
+        if number % 3 == 2 and other is not None:  # where the other file has something now
+            bad |= {(other.direct, at) for file, at in list(bad)[:number] if file == own}
+        bad.add((own, int(torch.randint(0, store.used_nbytes // BLOCK, (), generator=random)) * BLOCK))
+        for value, home in zip(values, homes, strict=True):
+            first = CHUNK * int(torch.randint(0, -(-value.numel() // CHUNK), (), generator=random))
+            part = value[first : first + CHUNK * int(torch.randint(1, 9, (), generator=random))]
+            part.add_(1)
+            store.write([move(part, home[first : first + part.numel()])])
+            arrived = random_bytes(value.numel(), 1 - shift)
+            store.read([move(arrived, home)], verify=True)
+            assert torch.equal(arrived, value) and torch.equal(home, value)
+    taken = [spare.taken_nbytes for spare in store.spares.files]
+    assert min(taken) > 0 and store.moved_nbytes == sum(taken)
+    (notice,) = store.spares.new_notices()
+    assert "went to another file" in notice and not list(store.spares.new_notices())
+
+
+def test_a_piece_that_no_file_takes_is_an_error_that_says_why(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.spare_here(store.reserved_nbytes + 2 * CHUNK)
+    home, value = on_disk(store, CHUNK), random_bytes(CHUNK)
+    refusing(monkeypatch, lambda number, at: True)
+    with pytest.raises(
+        DiskError, match=r"write of w, .* failed: Input/output error; nor .*/disk: .* failed: Input/output error"
+    ):
+        store.write([move(value, home)])
+    monkeypatch.undo()
+    store.write([move(value, home)])
+    other, many = on_disk(store, 2 * CHUNK), random_bytes(2 * CHUNK)
+    refusing(monkeypatch, lambda number, at: number == store.file.direct)
+    with pytest.raises(DiskError, match=rf"nor .*/disk: .* expected room for {2 * CHUNK} more bytes, found 0"):
+        store.write([move(many, other)])
+    assert torch.equal(home, value)
+
+
+def test_what_lies_elsewhere_is_closed_with_the_store_and_a_mapping_of_it_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    store = DiskStore(tmp_path, CHUNK)
+    store.spare_here(1 << 20)
+    home, value = on_disk(store, CHUNK), random_bytes(CHUNK)
+    own = store.file.direct
+    with monkeypatch.context() as patch:
+        refusing(patch, lambda number, at: number == own)
+        store.write([move(value, home)])
+    assert store.moved_nbytes == CHUNK and list(tmp_path.iterdir()) == []
+    del store
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) <= before
+    assert torch.equal(home, value)
