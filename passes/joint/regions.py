@@ -23,6 +23,9 @@ STARTS_BLOCK = "starts_block"  # in the meta of a forward call at which a rewrit
 _MAX_PIECES = 16  # of a forward graph without layers; more gives smaller regions than their copies are worth
 _MIN_PIECE_NODES = 6
 _FEWEST_PIECES = 6
+_FEW_LAYERS = 12  # of so few, or of one that is this much larger than most, the layers that it holds itself are layers
+_LARGE_LAYER = 3
+_NESTED = 0.8  # of the operations of a layer are in layers that it holds
 
 
 def assign(
@@ -99,14 +102,7 @@ def in_order(graph: fx.Graph, region: Mapping[fx.Node, tuple[str, int]]) -> list
 
 def _segments(nodes: list[fx.Node], sizes: _Sizes) -> list[tuple[str, list[fx.Node]]]:
     """Cuts forward nodes into contiguous runs of one block each: small ones merged, large ones without layers cut."""
-    runs: list[tuple[str, list[fx.Node]]] = []
-    for node in nodes:
-        label = block_label(module_path(node))
-        belongs = node.target is operator.getitem or (is_view(node) and STARTS_BLOCK not in node.meta)
-        if runs and (runs[-1][0] == label or belongs):
-            runs[-1][1].append(node)
-        else:
-            runs.append((label, [node]))
+    runs = _with_inner_layers(_runs(nodes), sizes)
     layers = [sizes.weight(run) for label, run in runs if label]
     if layers:
         runs = _merge_small(runs, statistics.median(layers) / 4, sizes)
@@ -124,6 +120,33 @@ def _segments(nodes: list[fx.Node], sizes: _Sizes) -> list[tuple[str, list[fx.No
         for label, run in runs
         for piece in (_cut_narrow(label, run, limit, sizes) if sizes.weight(run) > limit and not label else [(label, run)])
     ]
+
+
+def _runs(nodes: list[fx.Node], depth: int = 1) -> list[tuple[str, list[fx.Node]]]:
+    """Returns contiguous runs of one layer each. ``depth``: see ``block_label``."""
+    runs: list[tuple[str, list[fx.Node]]] = []
+    for node in nodes:
+        label = block_label(module_path(node), depth)
+        belongs = node.target is operator.getitem or (is_view(node) and STARTS_BLOCK not in node.meta)
+        if runs and (runs[-1][0] == label or belongs):
+            runs[-1][1].append(node)
+        else:
+            runs.append((label, [node]))
+    return runs
+
+
+def _with_inner_layers(runs: list[tuple[str, list[fx.Node]]], sizes: _Sizes) -> list[tuple[str, list[fx.Node]]]:
+    """Returns runs in which the layers of stages, such as those of a convolutional network, stand for the stages: where there
+    are few layers, or one is much larger than most, and nearly all of it is in layers of its own."""
+    layers = {label: sizes.weight(run) for label, run in runs if label}
+    limit = 0 if len(layers) < _FEW_LAYERS else _LARGE_LAYER * statistics.median(layers.values())
+    inner = []
+    for label, run in runs:
+        within = _runs(run, 2) if label and sizes.weight(run) > limit else []
+        of_layers = [len(nodes) for name, nodes in within if name != label]
+        several = len(of_layers) > 1 and sum(of_layers) >= max(_NESTED * len(run), _MIN_PIECE_NODES * len(of_layers))
+        inner += within if several else [(label, run)]
+    return inner
 
 
 def _merge_small(runs: list[tuple[str, list[fx.Node]]], least: float, sizes: _Sizes) -> list[tuple[str, list[fx.Node]]]:
@@ -243,14 +266,12 @@ def module_path(node: fx.Node) -> str:
     return str(node.meta.get("module_path", ""))
 
 
-def block_label(path: str) -> str:
+def block_label(path: str, depth: int = 1) -> str:
     """The layer that a module path is in: ``model.layers.3`` of ``model.layers.3.mlp.up``, the first element of a list of
-    modules on the way; else ''."""
+    modules on the way; else ''. ``depth``: with the elements of so many lists, as far as there are."""
     parts = path.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return ""
+    ends = [i + 1 for i, part in enumerate(parts) if part.isdigit()][:depth]
+    return ".".join(parts[: ends[-1]]) if ends else ""
 
 
 def _unique(names: list[str]) -> tuple[str, ...]:
