@@ -13,7 +13,10 @@ class Layer(nn.Module):
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(width), nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.norm, self.mlp = (
+            nn.LayerNorm(width),
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)),
+        )
         self.gate = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +53,9 @@ def test_a_stage_among_many_is_cut_only_if_it_is_much_larger() -> None:
     assert {f"stages.{stage}" for stage in range(13)} <= set(blocks(model))
     model.stages[5].extend(Layer() for _ in range(8))
     cut = set(blocks(model))
-    assert {f"stages.5.{layer}" for layer in range(10)} <= cut and {f"stages.{stage}" for stage in range(13) if stage != 5} <= cut
+    assert {f"stages.5.{layer}" for layer in range(10)} <= cut and {
+        f"stages.{stage}" for stage in range(13) if stage != 5
+    } <= cut
 
 
 def test_a_list_within_layers_does_not_cut_them() -> None:
