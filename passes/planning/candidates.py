@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import inf
-from typing import TypeVar
+from typing import Self
 
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
 from mtcompile.passes.draft import draft_of
@@ -37,7 +37,7 @@ from mtcompile.passes.planning.frontier import (
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
 from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.program import Infeasible, NoSolver
-from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve, certificate, relaxation
+from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve, certificate, faster_from_host, relaxation
 from mtcompile.passes.planning.linear.seeds import Rounding, seed_ladders
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
@@ -54,7 +54,6 @@ _REFINED = 100  # plans evaluated between two of a ladder
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 _PATIENCE = 4  # at most: times as many plans that climbs evaluate of small steps
 _FEW_SEARCHED = 30  # fewer are no search of a step: plans are improved by moves that its equal blocks share
-C = TypeVar("C", bound="Candidates")
 
 
 class _Stale(Exception):
@@ -81,7 +80,7 @@ class Candidates:
         self._bounding: Relaxed | None = None  # the bound that was asked for last; the next one is near
 
     @classmethod
-    def like(cls: type[C], known: Candidates, problem: PlanningProblem) -> C:
+    def like(cls, known: Candidates, problem: PlanningProblem) -> Self:
         """Returns the candidates of a problem, with all that is ``known`` if it is of one that differs in its limits alone."""
         candidates = cls(problem)
         if problem.differs_in_limits(known.problem):
@@ -178,6 +177,10 @@ class Candidates:
         except Infeasible as error:
             return 0.0 if isinstance(error, NoSolver) else inf
 
+    @cached_property
+    def _home_helps(self) -> bool:
+        return faster_from_host(self._relaxed, self.open_params, self.problem.budgets.disk)
+
     @exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
         """Returns the fastest candidate within these bytes. ``known``: the plan found for the same request before; it is taken
@@ -185,13 +188,11 @@ class Candidates:
         problem = replace(self.problem, budgets=replace(self.problem.budgets, device=device, host=host))
         if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
             return completed(problem, again, known.minimum_device_bytes, known.certificate)
-        if not self._points:
-            resident = self.resident
-            if fits(resident.plan, problem.budgets):  # no search is needed; the floor is reported anyway
-                minimum = min(self.floor, resident.plan.peak_bytes["device"])
-                return completed(problem, resident, minimum, self.certificate(device, host))
-            if not self._recall():
-                self._search(resident.plan)
+        if fits((resident := self.resident).plan, problem.budgets) and not self._home_helps:  # the floor is reported anyway
+            minimum = min(self.floor, resident.plan.peak_bytes["device"])
+            return completed(problem, resident, minimum, self.certificate(device, host))
+        if not self._points and not self._recall():
+            self._search(resident.plan)
         try:
             with contextlib.suppress(_Stale):
                 return self._chosen(problem)

@@ -233,7 +233,7 @@ def test_looking_for_such_writes_takes_none_of_the_budget(monkeypatch: pytest.Mo
     monkeypatch.setenv("MT_CHECK", "1")
     model: Any = made()
     optimizer = adamw(model)
-    options: Any = {"memory": "1GiB", "update": "backward", "precision": "bf16-master32"}  # all of it is on the device
+    options: Any = {"memory": "1GiB", "policy": "resident", "update": "backward", "precision": "bf16-master32"}
     model = mtcompile.compile(model, optimizer=optimizer, device="cpu", **options)
     trained(model, optimizer, range(2))
     report = model.memory_report()

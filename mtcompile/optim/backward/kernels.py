@@ -50,6 +50,9 @@ class InFragments(Protocol):
         """Updates the fragments that have these gradients."""
 
 
+_NOTHING, _OTHERS = "nothing was changed", "other weights have been updated"
+
+
 @dataclass(slots=True)
 class Backward:
     """One backward with updates: what it started from, then what has happened in it.
@@ -143,18 +146,19 @@ def _clip_factor(backward: Backward, names: tuple[str, ...], *norms: Tensor) -> 
     backward.grad_norm = float(total)
     if not math.isfinite(backward.grad_norm):
         first = next((name for name in names if not math.isfinite(float(by_name[name]))), names[0])
-        _handle_nonfinite(backward, first, "nothing was changed")
+        _handle_nonfinite(backward, first, _NOTHING)
     if limit is None:
         return (joined.new_ones(()),)
     return ((limit / (total + 1e-6)).clamp(max=1.0).to(joined.dtype),)
 
 
 def _handle_nonfinite(backward: Backward, name: str, changed: str) -> None:
-    """Stop, skip or go on as asked. ``name``: the first parameter whose gradient is not finite."""
+    """Stop, skip or go on as asked. ``name``: the first parameter that was found whose gradient is not finite: the host
+    and the device look at theirs side by side."""
     nonfinite = backward.options.nonfinite
     if nonfinite == "stop":
         raise StepError(
-            f"the gradient of {name} is not finite, the first in the backward; {changed}. Lower the learning rate or clip "
+            f"the gradient of {name} is not finite, the first that was found; {changed}. Lower the learning rate or clip "
             '(max_grad_norm=), or pass nonfinite="skip" or "continue"'
         )
     backward.skips = nonfinite == "skip"
@@ -223,7 +227,12 @@ def _first_nonfinite(backward: Backward, names: Sequence[str], grads: Sequence[T
 def _stop_or_warn(backward: Backward, name: str) -> None:
     """Handle a gradient that is not finite, found before the parameters of its region were changed."""
     has_begun = backward.has_updated or backward.entries
-    _handle_nonfinite(backward, name, "regions behind it have been updated" if has_begun else "nothing was changed")
+    _handle_nonfinite(backward, name, _OTHERS if has_begun else _NOTHING)
+
+
+def tell_what_changed(error: BaseException) -> None:
+    """Corrects an error of a queue that knew of no update, as there were some on another one until the backward ended."""
+    error.args = tuple(each.replace(_NOTHING, _OTHERS) if isinstance(each, str) else each for each in error.args)
 
 
 def _update_on_disk(backward: Backward, disk: DiskState, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
@@ -285,11 +294,15 @@ def _update_masters(
     parameters = [backward.parameters[name] for name in grads]
     rows = [(p, grad, backward.groups[id(p)][1]) for p, grad in zip(parameters, grads.values(), strict=True)]
     new = any(not backward.optimizer.state.get(parameter) for parameter in parameters)
-    updated_before, backward.has_updated = backward.has_updated, True
-    if (position := masters.update(backward.optimizer, rows, scale, checked)) is not None:
-        backward.has_updated = updated_before
-        _stop_or_warn(backward, list(grads)[position])
+    try:
+        position = masters.update(backward.optimizer, rows, scale, checked)
+    except BaseException:
         backward.has_updated = True
+        raise
+    if position is not None:  # nothing of these was changed
+        _stop_or_warn(backward, list(grads)[position])
+    backward.has_updated = True
+    if position is not None:
         masters.update(backward.optimizer, rows, scale)
     backward.allocated_state |= new
 

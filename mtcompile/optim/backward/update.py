@@ -30,7 +30,7 @@ from mtcompile.optim.backward.checks import (
     check_step,
 )
 from mtcompile.optim.backward.fragments import FragmentUpdates
-from mtcompile.optim.backward.kernels import KERNELS, Backward, Shares
+from mtcompile.optim.backward.kernels import KERNELS, Backward, Shares, tell_what_changed
 from mtcompile.optim.disk_state import DiskState
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.state_sizes import STATES, is_elementwise
@@ -237,6 +237,7 @@ class UpdatesInBackward:
         except BaseException as error:
             self.settle()
             if self._backward is not None and not self._backward.undo():
+                tell_what_changed(error)
                 self._spoil_amid(error)
             raise
 

@@ -7,7 +7,7 @@ whole decisions, it is a plan to start from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.runtime.schedule import PHASES
 
 _GIB = 1 << 30
+_FASTER = 0.999  # of the µs: less is not worth a search
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,15 @@ def certificate(solve: Solve, limits: Mapping[str, int | None]) -> Certificate |
                 gains_us[f"{tier} memory"] = relaxed.bound_us - with_more.bound_us
         return Certificate(relaxed.bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
     return None
+
+
+def faster_from_host(solve: Solve, homes: Iterable[str], disk: int | None) -> bool:
+    """Tells whether a step could be faster with some of the ``homes`` on the host than with all on the device, however much
+    memory there is: the host may update them while the device computes. ``disk``: bytes, None without one."""
+    unlimited: dict[str, int | None] = {"device": None, "host": None, "disk": disk}
+    with suppress(Infeasible):
+        return solve(unlimited).bound_us < _FASTER * solve(unlimited, dict.fromkeys(homes, True)).bound_us
+    return False
 
 
 def _place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Terms) -> None:

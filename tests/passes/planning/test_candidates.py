@@ -164,9 +164,9 @@ def test_near_the_floor_only_the_backward_waits() -> None:
 
 @pytest.mark.slow
 def test_one_program_serves_all_budgets() -> None:
-    """What was solved before makes no difference, and blocks that are fetched ahead only take memory."""
+    """What was solved before makes no difference."""
     candidates = Candidates(PlanningProblem(crossing(), SLOW, Budgets(updates=Updates(run_ahead=True))))
-    least, most = candidates.least().plan.peak_bytes["device"], candidates.best(None, None).plan.peak_bytes["device"]
+    least, most = candidates.least().plan.peak_bytes["device"], candidates.resident.plan.peak_bytes["device"]
     limits = [{"device": least + (most - least) * i // 3, "host": host} for i in (1, 2, 3) for host in (None, 1 << 30)]
     home = next(iter(candidates.sizes))
     asked = [(limit, decided, ahead) for limit in limits for decided in ({}, {home: True}) for ahead in (0, 1)]
@@ -177,7 +177,6 @@ def test_one_program_serves_all_budgets() -> None:
         problem = replace(candidates.problem, step=crossing())
         fresh = relaxation(problem, candidates.blocks, costs)(*each).bound_us
         assert fresh == bound_us
-    assert all(with_ahead >= without * (1 - 1e-9) for without, with_ahead in zip(first[::2], first[1::2], strict=True))
 
 
 @pytest.mark.slow
