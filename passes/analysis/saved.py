@@ -25,3 +25,13 @@ def crossing_values(region: fx.Node) -> list[fx.Node]:
         for value in results(region)
         if value.meta["role"] == "activation" and any(user.meta.get("phase") == "forward" for user in value.users)
     ]
+
+
+def made_again_inside(region: fx.Node) -> list[fx.Node]:
+    """Crossing values that are made again wherever they wait, if any saved value is: the same backward reads them."""
+    last = max((user for value in saved_values(region) for user in value.users), default=None)
+    return [
+        value
+        for value in crossing_values(region)
+        if last is not None and any(user.meta.get("phase") == "backward" and user >= last for user in value.users)
+    ]

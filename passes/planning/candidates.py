@@ -17,7 +17,7 @@ from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Certificate, Decision, Plan, Updates
 from mtcompile.passes.planning.evaluate import completed, evaluate, exact, identity, shortfall
-from mtcompile.passes.planning.figures.climb import Climbs, Ways, limits_between, moves
+from mtcompile.passes.planning.figures.climb import Climbs, Ways, differ, kicks, limits_between, moves
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.lean import lean_plans, slower_than_some
 from mtcompile.passes.planning.figures.room import rooms
@@ -376,10 +376,11 @@ class Candidates:
             return None
         if self._improved is None:
             frontier, host = pareto(self._points), self.problem.budgets.host_activations
-            limits = limits_between(frontier[0].peak, frontier[-1].peak, self.problem.machine.device_nbytes)
+            highest = frontier[-1].peak, *([self.resident.plan.peak_bytes["device"]] if differ(self.blocks) else [])
+            limits = limits_between(frontier[0].peak, highest, self.problem.machine.device_nbytes)
             patience = max(1, min(_PATIENCE, _REGIONS_PER_LADDER // len(regions(self.problem.step))))
             making_room = rooms(self.blocks, self.open_params, held_nbytes(self.problem.step, self.problem.budgets), host)
-            ways = Ways(moves(self.blocks, self.open_params, host), making_room, patience)
+            ways = Ways(moves(self.blocks, self.open_params, host), making_room, patience, kicks(self.blocks, self.open_params))
             self._improved = Climbs(frontier, limits, ways, lambda plan: self._paced(plan).plan, self._bound_us)
             self._improved.plans |= {limit: self.evaluate(plan).plan for limit, plan in self._climbed.items()}
         return self._improved

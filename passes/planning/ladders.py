@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.analysis.saved import crossing_values, saved_values
+from mtcompile.passes.analysis.saved import crossing_values, made_again_inside, saved_values
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant, fused_variant, save_all, thinned, trade_off
@@ -203,7 +203,7 @@ def blocks_of(step: fx.GraphModule, machine: Machine) -> list[Block]:
     blocks, shared = [], {}
     for region in regions(step):
         if region.meta["phase"] == "forward":
-            key = (region.target, tuple(int(v.args[1]) for v in saved_values(region)))
+            key = (region.target, *(tuple(int(v.args[1]) for v in of(region)) for of in (saved_values, made_again_inside)))
             if key not in shared:
                 hull = trade_off(step, region, machine)
                 shared[key] = thinned(hull), hull

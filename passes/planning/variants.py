@@ -15,9 +15,10 @@ from torch import fx
 
 from mtcompile.passes.analysis.cost import Cost, Machine, kernel_cost, node_cost
 from mtcompile.passes.analysis.kernels import saved_states
-from mtcompile.passes.analysis.saved import saved_values
+from mtcompile.passes.analysis.saved import made_again_inside, saved_values
 from mtcompile.passes.step_graph import body_outputs, is_random, is_view, kernel_of, regions, results
 
+_FEW = 0.01  # of a forward's time: what runs again anyway and takes less is left out of trade-offs, such as casts of tables
 _POINTS = 7  # variants kept of a block's trade-off, including its two ends
 
 
@@ -44,7 +45,8 @@ def trade_off(
     saved = tuple(int(item.args[1]) for item in items)
     reader = next((call for call in regions(step) if any(call in item.users for item in items)), None)
     speeds = machine.flops, machine.memory_gbps, machine.issue_us, machine.fuses, machine.scale("compute")
-    key = "trade-off", str(region.target), saved, always, reader and str(reader.target), speeds
+    inside = tuple(int(value.args[1]) for value in made_again_inside(region))
+    key = "trade-off", str(region.target), saved, inside, always, reader and str(reader.target), speeds
     memo = step.meta["memo"]
     if key not in memo:  # equal blocks, and machines that differ in their links alone, have the same
         memo[key] = _trade_off(step, region, reader, machine, always)
@@ -59,13 +61,18 @@ def _trade_off(
     outputs = body_outputs(body)
     saved = [outputs[int(item.args[1])] for item in items]
     sizes = [item.meta["nbytes"] for item in items]
+    inside = [outputs[int(value.args[1])] for value in made_again_inside(region)]
+    anyway = set(recomputed(inside, set(saved), True))  # runs again whichever values are not kept
+    if sum(map(node_cost, anyway), Cost()).time_us(machine) < _FEW * kernel_cost(body).time_us(machine):
+        inside, anyway = [], set()
     states = {name: _size(region, position) for name, position in saved_states(body).items()}
     alone = Cost() if reader is None else kernel_cost(kernel_of(step, reader))
     cost_of = functools.cache(node_cost)  # each operation is made again by many variants
 
     def variant(positions: Iterable[int]) -> Variant:
         positions = tuple(sorted(positions))
-        again = recomputed([n for i, n in enumerate(saved) if i not in positions], {saved[i] for i in positions})
+        wanted = [n for i, n in enumerate(saved) if i not in positions]
+        again = recomputed([*wanted, *inside] if wanted else [], {saved[i] for i in positions})
         random = {node.meta["rng_state"] for node in again if is_random(node)}
         nbytes = sum(sizes[i] for i in positions) + sum(states[name] for name in random)
         together = sum(map(cost_of, again), alone)
@@ -74,6 +81,7 @@ def _trade_off(
     everything = variant(range(len(saved)))
     points = [variant(always), everything]
     again = recomputed([n for i, n in enumerate(saved) if i not in always], {saved[i] for i in always}, True)
+    again = [node for node in again if node not in anyway]
     open_sizes: dict[fx.Node, int] = {}
     for position, node in enumerate(saved):
         if position not in always:

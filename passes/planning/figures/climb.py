@@ -6,9 +6,11 @@ blocks has few moves.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import inf
 from typing import Any, NamedTuple
 
 from mtcompile.passes.plan import Choice, Decision, Plan
@@ -24,11 +26,16 @@ from mtcompile.passes.planning.ladders import (
     variant_decision,
     waiting,
 )
+from mtcompile.passes.planning.variants import Variant
 
 _WHY = "found by climbing"
 _CLIMBS, _SHARES = 16, 25  # peaks up to which plans are improved, of how many
 _STARTS, _MOVES = (1.0, 0.9, 0.8), (60, 40, 40)  # of a limit: where climbs to it start; plans that they evaluate at first
 _MOST_AHEAD = 4
+_NEAR_BOUND = 1.02  # times the bound: kicks gain little below
+_KICKS, _KICKED = 6, 2  # homes, the largest first, of which plans decide otherwise, to climb on from there; how often, at most
+_FARTHER, _WAITING = (1, 2), (2, 4)  # how many regions more fetches are ahead in kicks, and how many of these homes wait then
+_MANY = 3  # times as many plans as usual, in the end, where few moves are shared
 _NEAR_FLOOR = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2)  # of the lowest peak: where little room makes plans much faster
 _LARGEST = 2  # sizes of homes that may wait
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
@@ -36,22 +43,25 @@ Move = Callable[[Plan], Iterator[Plan]]
 
 
 class Ways(NamedTuple):
-    """The moves of climbs, what makes room for those that need it, and how many times as many plans as usual they try."""
+    """The moves of climbs, what makes room for those that need it, and how many times as many plans as usual they try.
+    ``kicks``: moves to make whatever they cost, where a climb ends; None where equal blocks share moves."""
 
     kinds: Sequence[Move]
     rooms: Sequence[Room]
     patience: int = 1
+    kicks: Move | None = None
 
 
-def limits_between(low: int, high: int, device_nbytes: int) -> list[int]:
-    """Returns the peaks up to which climbs go: shares of the device's memory, or, where few of these lie between the lowest
-    peak and the highest, peaks spread over these."""
-    shares = [round(device_nbytes * i / _SHARES) for i in range(1, _SHARES)]
-    within = [limit for limit in shares if low <= limit <= high]
-    if len(within) >= _CLIMBS // 2:
-        near = {int(low * share) for share in _NEAR_FLOOR}
-        return sorted({limit for limit in near if limit <= high} | set(within))
-    return [round(low * (high / max(1, low)) ** (i / _CLIMBS)) for i in range(1, _CLIMBS + 1)]
+def limits_between(low: int, highest: Iterable[int], device_nbytes: int) -> list[int]:
+    """Returns the peaks up to which climbs go, by each of the ``highest``: shares of the device's memory, or, where few of
+    these lie between the lowest peak and the highest, peaks spread over these; and some near the lowest peak."""
+    shares, limits = [round(device_nbytes * i / _SHARES) for i in range(1, _SHARES)], set[int]()
+    for high in highest:
+        within = {limit for limit in shares if low <= limit <= high}
+        if len(within) < _CLIMBS // 2:
+            within = {round(low * (high / max(1, low)) ** (i / _CLIMBS)) for i in range(1, _CLIMBS + 1)}
+        limits |= within | {limit for limit in (int(low * share) for share in _NEAR_FLOOR) if limit <= high}
+    return sorted(limits)
 
 
 class Climbs:
@@ -89,9 +99,23 @@ class Climbs:
             for climb, most in zip(climbs, _MOVES, strict=True):
                 climb.go_on(self.ways.kinds, most * self.ways.patience)
             best = min(climbs, key=lambda climb: climb.best.total_us)
-            best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience)  # one that began lower may be on its way
-            self.plans[limit] = best.best
+            many = 1 if self.ways.kicks is None else _MANY
+            best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
+            self.plans[limit] = self._kicked(best).best
         return self.plans[limit]
+
+    def _kicked(self, best: _Climb) -> _Climb:
+        """Climbs on from where a climb ended, after each kick, and once more from the best of these if that helped."""
+        for _ in range(_KICKED if best.best.total_us > _NEAR_BOUND * self.bound(best.limit) else 0):
+            ended = best.best
+            for plan in self.ways.kicks(ended) if self.ways.kicks is not None else ():
+                anew = replace(best, best=replace(ended, step_time_us=inf), remaining=_MOVES[-1])
+                if anew.is_better(plan):
+                    anew.go_on(self.ways.kinds, _MOVES[-1] * self.ways.patience)
+                    best = min((best, anew), key=lambda climb: climb.best.total_us)
+            if best.best is ended:
+                break
+        return best
 
 
 @dataclass(slots=True)
@@ -119,16 +143,16 @@ class _Climb:
         for number, plan in enumerate(kind(self.best)):
             if self.remaining <= 0:
                 return False
-            if self._is_better(plan):
+            if self.is_better(plan):
                 times = 1
                 while self.remaining > 0 and (farther := _repeated(kind, number, self.best, times)) is not None:
-                    if not self._is_better(farther):
+                    if not self.is_better(farther):
                         break
                     times *= 2
                 return True
         return False
 
-    def _is_better(self, plan: Plan) -> bool:
+    def is_better(self, plan: Plan) -> bool:
         """Takes a plan that is faster, if need be with room made for it, and tells whether it was."""
         before, evaluated = self.best, self._evaluated(plan)
         if (missing := evaluated.peak_bytes["device"] - self.limit) <= 0 or evaluated.total_us >= before.total_us:
@@ -172,7 +196,34 @@ def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list
         alike.setdefault(id(block.variants), []).append(block)
     homes = [_of_homes(each, sizes) for each in by_size.values()]
     loads = [_loads(blocks)] if host else []
-    return [*homes, _ahead, *(_of_blocks(each, host) for each in alike.values()), _waits(by_size, sizes), *loads]
+    of_blocks = [_of_blocks(each, host, host and differ(blocks)) for each in alike.values()]
+    return [*homes, _ahead, *of_blocks, _waits(by_size, sizes), *loads]
+
+
+def kicks(blocks: Sequence[Block], sizes: Mapping[str, int]) -> Move | None:
+    """Returns the kicks of a step most of whose blocks differ. Each of its largest homes is on the other tier: the updates on
+    the host and what the device computes may be equally long, so that no move about one of them makes a step faster. And
+    fetches are farther ahead, while some of the largest homes wait in the backward, where they have no room then."""
+    if not differ(blocks):
+        return None
+    homes = sorted(sizes, key=lambda home: -sizes[home])[:_KICKS]
+    kinds: tuple[WaitKind, ...] = ("return", "gradients")
+
+    def neighbours(plan: Plan) -> Iterator[Plan]:
+        for home, tier in zip(homes, plan.tiers(homes), strict=True):
+            other: Choice = "host" if tier == "device" else "device"
+            yield plan.with_decision(Decision("params", home, other, sizes[home], _WHY))
+        for farther, count in itertools.product(_FARTHER, _WAITING):
+            if (ahead := plan.lookahead + farther) <= _MOST_AHEAD:
+                decisions = [each for kind in kinds for each in waiting(kind, homes[:count], sizes, True, _WHY)]
+                yield replace(plan, lookahead=ahead).with_decisions(decisions)
+
+    return neighbours
+
+
+def differ(blocks: Sequence[Block]) -> bool:
+    """Tells whether most blocks differ from all others."""
+    return 2 * len({id(block.variants) for block in blocks}) > len(blocks)
 
 
 def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
@@ -244,16 +295,17 @@ def _loads(blocks: Sequence[Block]) -> Move:
     return neighbours
 
 
-def _of_blocks(blocks: Sequence[Block], host: bool) -> Move:
-    """Keeps more of what the last of equal blocks saves, or less of the first; sends values home or keeps them."""
+def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
+    """Keeps more of what the last of equal blocks saves, or less of the first; sends values home or keeps them. ``at_once``:
+    also keeps more at home: where blocks differ, a few moves cannot bring there what all of them keep."""
 
     def neighbours(plan: Plan) -> Iterator[Plan]:
         saved_now = {block.index: kept_positions(plan, block) for block in blocks}
-        for block in dict.fromkeys((_last(blocks, lambda b: len(saved_now[b.index]) < len(b.saved)), blocks[0])):
+        several = list(dict.fromkeys((_last(blocks, lambda b: len(saved_now[b.index]) < len(b.saved)), blocks[0])))
+        for block in several:
             for variant in block.variants if block is not None else ():
                 if block is not None and variant.positions != saved_now[block.index]:
-                    varied = plan.with_decision(variant_decision(block.name, block.saved, variant, _WHY))
-                    yield _placed(varied, [block.saved[i] for i in variant.positions], "device")
+                    yield _keeping(plan, block, variant, "device")
         for groups in (
             [(b, [b.saved[i] for i in saved_now[b.index]]) for b in blocks],
             [(b, [*b.crossing, *b.others]) for b in blocks],
@@ -264,8 +316,17 @@ def _of_blocks(blocks: Sequence[Block], host: bool) -> Move:
                 yield _placed(plan, values, "device")
             for values in here[:1] if host else ():
                 yield _placed(plan, values, "host")
+        for block in several if at_once else ():
+            for variant in block.variants if block is not None else ():
+                if block is not None and variant.positions:
+                    yield _keeping(plan, block, variant, "host")
 
     return neighbours
+
+
+def _keeping(plan: Plan, block: Block, variant: Variant, choice: Choice) -> Plan:
+    varied = plan.with_decision(variant_decision(block.name, block.saved, variant, _WHY))
+    return _placed(varied, [block.saved[i] for i in variant.positions], choice)
 
 
 def _last(blocks: Sequence[Block], wanted: Callable[[Block], bool]) -> Block | None:

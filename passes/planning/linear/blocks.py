@@ -34,14 +34,16 @@ class Option:
 class Choices:
     """The variables of blocks. By block: ``options`` for what it saves, and, for each value that leaves it (``crossing``), its
     bytes and its two places; bytes by variable that it saves on the device (``saved``), that leave it and wait there
-    (``leaving``), and that its backward gets back from the host (``back``); ``given``: that its backward reads of what left
-    other blocks and did not wait on the device, and ``given_first``: what of this no block behind it reads. ``repeated``: the
-    µs of making again what leaves a block, each."""
+    (``leaving``), and that its backward gets back from the host (``back``); ``waiting``: of what left blocks before it and
+    waits on the device, what no backward behind its own reads; ``given``: that its backward reads of what left other blocks
+    and did not wait on the device, and ``given_first``: what of this no block behind it reads. ``repeated``: the µs of making
+    again what leaves a block, each."""
 
     options: dict[int, list[tuple[Option, int]]] = field(default_factory=dict)
     crossing: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
     saved: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     leaving: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    waiting: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     back: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     given: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     given_first: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
@@ -185,9 +187,10 @@ def _place_crossing(
             again_us[key] = _made_again_us(problem.step, block, value, by_host, problem.machine)
         program.at_most({again: again_us[key], repeated: -1.0})
         somewhere = {stays: 1.0, away: 1.0, again: 1.0}
-        for other in set(_readers(value)):
-            inside = other == index  # its own backward makes it again inside
-            choices.given[other] |= {away: float(nbytes)} | ({} if inside else {again: float(nbytes)})
+        others = set(_readers(value)) - {index}  # its own backward makes it again inside, if it makes anything again
+        choices.waiting[min(others, default=index + 1)][stays] = float(nbytes)
+        for other in others:
+            choices.given[other] |= {away: float(nbytes), again: float(nbytes)}
         if _readers(value):
             program.equal.append((somewhere, 1.0))
         elif (reader := next((other for other in blocks if other.region in value.users), None)) is not None:

@@ -37,10 +37,11 @@ def waiting(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, cho
 def _live_at(blocks: Sequence[Block], terms: Terms, choices: Choices) -> list[dict[int, float]]:
     """Returns the bytes that wait on the device at each block: of homes, and what it and all blocks before it keep, with the
     weights that stay once these have read them."""
-    live, lives, staying = dict(terms.held["device"]), [], _staying(blocks, terms)
-    for block in blocks:
-        lives.append(terms.program.summed(added(live, choices.saved[block.index]), 1 << 30))
-        live = added(lives[-1], choices.leaving[block.index], staying[block.index])
+    live, lives, staying = dict(terms.held["device"]), list[dict[int, float]](), _staying(blocks, terms)
+    for place, block in enumerate(blocks):
+        stays = staying[blocks[place - 1].index] if place else {}
+        live = added(live, choices.waiting[block.index], stays, choices.saved[block.index])
+        lives.append(live := terms.program.summed(live, 1 << 30))
     return lives
 
 

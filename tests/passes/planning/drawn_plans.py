@@ -72,6 +72,40 @@ def crossing() -> Any:
     return trace(Crossing(), {"x": torch.randn(32, 48)}).step
 
 
+class Down(nn.Module):
+    """Two layers of one block. The value between them leaves the block too; its own backward reads it as well."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        between = nn.functional.gelu(self.first(x))
+        return nn.functional.gelu(self.second(between)), between
+
+
+class Skips(nn.Module):
+    """Values of the first blocks wait for the last ones: one is read in the backward as it is, one is put beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = nn.Sequential(nn.Linear(48, 384), nn.GELU(), nn.Linear(384, 48))
+        self.layers = nn.ModuleList([nn.Linear(48, 48), Down(48), Down(48), wide, nn.Linear(96, 64)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, first = self.layers[1](self.layers[0](x))
+        x, second = self.layers[2](x)
+        x = self.layers[3](x).sin() * first
+        x = self.layers[4](torch.cat([x, second], 1))
+        return x.square().mean()
+
+
+@functools.cache
+def skips() -> Any:
+    torch.manual_seed(0)
+    return trace(Skips(), {"x": torch.randn(64, 48)}).step
+
+
 @functools.cache
 def in_fragments() -> Any:
     """A layer, and a larger one in fragments, which are put together again for the gradient of its input."""
@@ -88,6 +122,7 @@ BOUNDED = {
     "cnn": lambda: traced_case("cnn").step,
     "mixed": mixed,
     "crossing": crossing,
+    "skips": skips,
 }
 MACHINES = (
     SLOW,

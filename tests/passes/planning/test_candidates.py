@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from mtcompile.passes.plan import Decision, Plan, Updates
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import identity
+from mtcompile.passes.planning.figures.climb import differ
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
 from mtcompile.passes.planning.ladders import waiting_less
 from mtcompile.passes.planning.linear.homes import home_costs
@@ -29,7 +30,7 @@ from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from tests.helpers.models import make
 from tests.helpers.stacks import WIDTH, Residual
 from tests.helpers.tracing import trace, traced_case
-from tests.passes.planning.drawn_plans import BOUNDED, MACHINES, SLOW, WAYS, crossing, mixed, varied, with_homes_on_disk
+from tests.passes.planning.drawn_plans import BOUNDED, MACHINES, SLOW, WAYS, crossing, mixed, skips, varied, with_homes_on_disk
 
 
 @pytest.mark.long
@@ -270,11 +271,15 @@ def test_the_smallest_host_that_is_named_works_and_nothing_drawn_needs_less(way:
 
 
 @pytest.mark.long
-def test_climbs_make_no_budget_slower_and_do_not_depend_on_what_was_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", [crossing, skips])
+def test_climbs_make_no_budget_slower_and_do_not_depend_on_what_was_asked_before(
+    step: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Plans that climbs improve are within the budget, not above those without climbs, not below the bound, and monotone."""
     for limit, fewer in {"MOST_SEARCHED": 2, "MOST_POINTS": 2, "_FEWEST_POINTS": 2, "_REFINED": 5}.items():
         monkeypatch.setattr(candidates_module, limit, fewer)
-    problem = PlanningProblem(crossing(), MACHINES[1], Budgets(updates=WAYS["behind the forward"]))
+    problem = PlanningProblem(step(), MACHINES[1], Budgets(updates=WAYS["behind the forward"]))
+    assert differ(Candidates(problem).blocks)  # such steps are climbed on from kicks
 
     def times_us(least_searched: int, shares: Sequence[float]) -> list[float]:
         monkeypatch.setattr(candidates_module, "_FEW_SEARCHED", least_searched)

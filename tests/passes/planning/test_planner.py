@@ -17,10 +17,11 @@ from benchmarks.planner import examine
 from mtcompile.kernels.eager import EagerKernels
 from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.analysis.saved import crossing_values, saved_values
+from mtcompile.passes.analysis.saved import crossing_values, made_again_inside, saved_values
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.ladders import everything, variant_decision
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
@@ -32,6 +33,7 @@ from mtcompile.runtime.executor import Delays
 from mtcompile.runtime.verify import verify
 from tests.helpers.models import CASES
 from tests.helpers.tracing import equal, interpret, run, trace, traced_case
+from tests.passes.planning.drawn_plans import skips
 
 pytestmark = pytest.mark.slow  # it compiles many models
 
@@ -79,6 +81,23 @@ def test_variants_trade_bytes_for_time() -> None:
         assert found[-1].time_us == 0.0 and found[-1].nbytes <= save_all(region).nbytes
         for one, other in itertools.pairwise(found):
             assert one.nbytes < other.nbytes and one.time_us > other.time_us
+
+
+def test_variants_take_as_long_as_their_kernels() -> None:
+    """Also those of a block whose backward reads a value that leaves it: that is made again inside, wherever it waits."""
+    candidates = Candidates(PlanningProblem(skips(), Machine(), Budgets()))
+    whole = everything(candidates.problem.step, candidates.base, candidates.open_params)
+
+    def us(plan: Plan) -> float:
+        summary, _ = candidates._evaluator._summary(plan)
+        return sum(region.us for region in summary.regions if region.phase)
+
+    inside = [block for block in candidates.blocks if made_again_inside(block.region)]
+    assert len(inside) == 2
+    for block in candidates.blocks:
+        for variant in block.hull:
+            plan = whole.with_decision(variant_decision(block.name, block.saved, variant, ""))
+            assert us(plan) - us(whole) == pytest.approx(variant.time_us), (block.name, variant)
 
 
 def deep(blocks: int) -> Any:
