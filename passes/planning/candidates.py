@@ -317,8 +317,6 @@ class Candidates:
         less = self.evaluate(plan)
         return less if fits(less.plan, budgets) and less.plan.total_us <= candidate.plan.total_us else candidate
 
-    # ------------------------------------------------------------------------------------------------------- searching
-
     def _recall(self) -> bool:
         """Takes what earlier searches stored. Tells whether there was anything that can be read."""
         text = self.store.read() if self.store else None
