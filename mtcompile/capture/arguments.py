@@ -1,4 +1,4 @@
-"""The arguments of a model's call: copied to the device, or cut into micro-batches."""
+"""A call's arguments, copied to the device or cut into micro-batches; and the attributes that its forward assigns."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from mtcompile.runtime.schedule import aligned
 from mtcompile.torch_private import pytree
 
 _MOST_HALVINGS = 3  # of a batch, with accumulate="auto": each is another plan to search, of as many more operations
+_FIXED = ("_modules", "_parameters")  # of an nn.Module
 
 
 def sent(values: Any, device: torch.device) -> tuple[Any, int]:
@@ -68,3 +70,35 @@ def _tensors(values: list[Any]) -> list[torch.Tensor]:
 
 def _first_sizes(tensors: list[torch.Tensor]) -> list[int]:
     return sorted({tensor.shape[0] for tensor in tensors} - {1})
+
+
+class Attributes:
+    """The attributes and buffers of a model's modules as they are now. ``restore`` undoes what a forward has assigned to them,
+    put into their lists, dictionaries and sets, or taken out; values of tensors stay."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._of = [(vars(module), _own(vars(module))) for module in model.modules()]
+
+    def restore(self) -> None:
+        for attributes, before in self._of:
+            for name in [name for name in attributes if name not in before]:
+                del attributes[name]
+            for name, (value, content) in before.items():
+                if attributes.get(name, attributes) is not value:
+                    attributes[name] = value
+                if content is not None and not _same_content(value, content):
+                    value.clear()
+                    (value.extend if isinstance(value, list) else value.update)(content)
+
+
+def _own(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Each attribute, and a copy of it if it holds other values. Modules and parameters are not a forward's to assign."""
+    held = (list, dict, set)
+    return {n: (v, v.copy() if type(v) in held and n not in _FIXED else None) for n, v in attributes.items()}
+
+
+def _same_content(one: Any, other: Any) -> bool:
+    """Says whether two lists, dictionaries or sets hold the same objects in the same order."""
+    if isinstance(one, dict):
+        return list(one) == list(other) and _same_content(list(one.values()), list(other.values()))
+    return len(one) == len(other) and all(left is right for left, right in zip(one, other, strict=True))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mtcompile import torch_private
-from mtcompile.capture.arguments import batch_sizes, micro_batches, possible_counts, sent
+from mtcompile.capture.arguments import Attributes, batch_sizes, micro_batches, possible_counts, sent
 from mtcompile.capture.description import describe
 from mtcompile.capture.dynamo import front_end
 from mtcompile.capture.surroundings import Surroundings
@@ -218,13 +218,20 @@ class CompiledModel:
             return self._in_micro_batches(args, kwargs, count, compiled)
 
     def _in_micro_batches(self, args: Any, kwargs: Any, count: int, compiled: list[CompiledStep] | None) -> Any:
+        model = self.door.model()
+        assert model is not None, "expected the model whose call this is"
+        before, ended = Attributes(model), False
         self._collector.batch = MicroBatchCalls(count, self.door.masters is not None, compiled)
         try:
             for micro_args, micro_kwargs in micro_batches((args, kwargs), count) if count > 1 else ((args, kwargs),):
-                output = self._captured(self.door.model(), *micro_args, **micro_kwargs)
+                before.restore()  # what forward keeps of the micro-batch before is not computed yet
+                output = self._captured(model, *micro_args, **micro_kwargs)
+            ended = compiled is None
             return output
         finally:
             self._collector.batch = None
+            if not ended:
+                before.restore()
 
     def _backend(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         """Makes a program from a graph that Dynamo has captured."""

@@ -98,15 +98,23 @@ def _rows(joint: fx.GraphModule, micro: Micro) -> int:
 
 def _own(joint: fx.GraphModule, micro: Micro) -> set[fx.Node]:
     """The nodes that differ between micro-batches: the split inputs and all that depends on them."""
+    return _depending(joint, _split(joint, micro))
+
+
+def _depending(joint: fx.GraphModule, inputs: list[fx.Node]) -> set[fx.Node]:
     flow = networkx.DiGraph((operand, node) for node in joint.graph.nodes for operand in node.all_input_nodes)
-    split = _split(joint, micro)
-    return set(split).union(*(networkx.descendants(flow, value) for value in split if value in flow))
+    return set(inputs).union(*(networkx.descendants(flow, value) for value in inputs if value in flow))
 
 
 def repeat(joint: fx.GraphModule, micro: Micro, weights: Mapping[int, Weights]) -> fx.GraphModule:
     """The joint graph of all micro-batches. Raises NotImplementedError for what has no meaning over several: an output without
     the batch in front, a buffer that is changed after the region that reads it."""
     return _Repeat(joint, micro, weights).graph_module()
+
+
+def _place(spec: OutputSpec) -> tuple[int, int]:
+    """What the model returns comes first, as it returns it, whichever region makes it."""
+    return ("output", "mutation", "grad").index(spec.kind), spec.index if spec.kind == "output" else 0
 
 
 class _Repeat:
@@ -123,7 +131,8 @@ class _Repeat:
         self.outputs: dict[OutputSpec, fx.Node] = {}
         self.tangents: dict[fx.Node, tuple[fx.Node, int]] = {}  # -> of all, and the index of its output
         self.scales: dict[int, list[fx.Node]] = {}  # output index -> the weight of each micro-batch
-        self.rows = _rows(joint, micro)
+        self.rows, self.own = _rows(joint, micro), _own(joint, micro)
+        self.read = _depending(joint, [node for _, node in inputs_of(joint)])  # all that depends on any input
         self.results = outputs_of(joint)
         self.following = {}  # a buffer's placeholder -> the node that is its next version
         by_index = {spec.index: node for spec, node in inputs_of(joint) if spec.role not in ("tangent", "constant")}
@@ -147,7 +156,7 @@ class _Repeat:
         for spec, value in self.results:  # what no region makes
             if value not in self.region:
                 raise NotImplementedError(f"an output ({spec.name}) that is one of its inputs")
-        ordered = sorted(self.outputs.items(), key=lambda item: ("output", "mutation", "grad").index(item[0].kind))
+        ordered = sorted(self.outputs.items(), key=lambda item: _place(item[0]))
         self.graph.output(tuple(node for _, node in ordered))
         repeated = LazyGraphModule(torch.nn.Module(), self.graph)
         repeated.meta.update(self.joint.meta)
@@ -247,10 +256,24 @@ class _Repeat:
             self.outputs[spec] = self._loss(spec, parts, add)
         elif value.meta["val"].dim() == 0 and not value.meta["val"].is_floating_point():
             self.outputs[spec] = total(add, parts)
+        elif self._is_shared(spec, value):
+            self.outputs[spec] = parts[-1]
         elif value.meta["val"].dim() == 0 or value.meta["val"].shape[0] % max(self.rows, 1):
             raise NotImplementedError(f"an output ({spec.name}) without the batch in front")
         else:
             self.outputs[spec] = add(aten.cat.default, parts)
+
+    def _is_shared(self, spec: OutputSpec, value: fx.Node) -> bool:
+        """Says whether an output has one value for the whole batch, as it depends on none of the inputs that are cut. Raises
+        NotImplementedError for one that is made of sizes alone, where nobody can tell, or that a gradient arrives at."""
+        if value in self.own:
+            return False
+        if any(index == spec.index for _, index in self.tangents.values()):
+            raise NotImplementedError(f"the gradient of an output ({spec.name}) without the batch in front")
+        if self.rows in value.meta["val"].shape[:1] and value not in self.read:
+            rows = f"an output ({spec.name}) of {self.rows} rows"
+            raise NotImplementedError(f"{rows} that depends on no input, so perhaps not on the batch")
+        return True
 
     def _loss(self, spec: OutputSpec, losses: list[fx.Node], add: Add) -> fx.Node:
         weights = self.weights[spec.index]
