@@ -78,10 +78,10 @@ class CompiledModule(nn.Module):
 
         Raises ValueError with similar names for an unknown name, and StepError before the first training call.
         """
-        from mtcompile.report.explain import explain_program
+        from mtcompile.report.explain import explain_program, first_name
 
         session = self._mt_open.session
-        return explain_program(session.last, session.calibrator.phases, name)
+        return explain_program(session.last, session.calibrator.phases, first_name(self, name))
 
     def memory_report(self) -> dict[str, Any]:
         """Returns bytes by name: budget, planned peak and measured peak per tier, the training state, and what the last step

@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
-from torch import fx
+from torch import fx, nn
 
 from mtcompile.errors import StepError
 from mtcompile.execution.calibration import TimedPhase
@@ -59,6 +59,12 @@ def explain(
         plan.certificate,
         tuple(note for note in plan.notes if any(_is_about(note, value) for value in values)),
     )
+
+
+def first_name(model: nn.Module, name: str) -> str:
+    """Returns the name under which plans know a parameter: of a tied weight, the first; any other name as it is."""
+    names = {key: parameter for key, parameter in nn.Module.named_parameters(model, remove_duplicate=False)}
+    return next((first for first, parameter in names.items() if parameter is names.get(name)), name)
 
 
 def explain_program(program: CompiledStep | None, timed: Iterable[TimedPhase], name: str) -> Explanation:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
 from typer.testing import CliRunner
 
 import mtcompile
@@ -130,6 +132,23 @@ def test_a_name_that_is_nothing_says_what_comes_close() -> None:
     one = explained("searched", "layers.3.up.weight")
     assert {v.name for v in one.values} == {"layers.3.up.weight", "layers.3.up.weight.grad"}
     assert explained("searched", one.values[0].value).values == one.values[:1]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh()).square().mean()
+
+
+def test_a_tied_weight_has_both_its_names() -> None:
+    model = mtcompile.compile(Tied(), memory="1MiB", device="cpu")
+    model(torch.randn(4, 8)).backward()
+    assert str(model.explain("second.weight")) == str(model.explain("first.weight"))
+    assert "second.bias" in str(model.explain("second.bias"))
 
 
 def test_it_reads_well_and_as_json() -> None:
