@@ -1,9 +1,9 @@
 """Compares the forms of a step within a budget: of those that could be the fastest, each is planned, and no others are.
 
 A form is left out if no plan of it can be faster than the best one: by the bound of its linear program, or by its time with
-everything on the device. It is not searched either if that bound is hardly lower than the best form's, and finer forms are not
-made once a bound rises. Others than the first are not made where it is so near to what any form could give that they are not
-worth it. By as much as these differences, a little more memory can be predicted to be slower.
+everything on the device. One of a large step is not searched either if that bound is hardly lower than the best form's, and
+finer ones are not made once a bound rises. Others than the first are not made where it is so near to what any form could give
+that they are not worth it. By as much as these differences, a little more memory can be predicted to be slower.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Comparison(Generic[S]):
                     if least_us(form.candidates) >= best[1].plan.total_us:
                         break
                     bound_us = form.candidates.bound_us(self.forms.limits.device, self.forms.limits.host)
-                    if not self.allowed.in_fragments and before_us < bound_us < inf:
+                    if self._goes_by_bounds(form) and before_us < bound_us < inf:
                         break  # what finer forms spare is worth less and less
                     before_us = bound_us
                 if best is None and not self.allowed.alone:
@@ -190,12 +190,17 @@ class Comparison(Generic[S]):
         limits, best = self.forms.limits, self.best
         if best is not None:
             if could_be_faster(form.candidates, limits, best[1].plan):
-                if self.allowed.in_fragments or promises_more(form.candidates, limits, best[0].candidates):
+                if not self._goes_by_bounds(form) or promises_more(form.candidates, limits, best[0].candidates):
                     self._attempt(form)
         elif self._must_fit(form) and form.candidates.bound_us(limits.device, None) == inf:
             self._unlikely.append(form)
         else:
             self._attempt(form)
+
+    def _goes_by_bounds(self, form: S) -> bool:
+        """Tells whether forms are left out by what they promise: not those of small steps, whose plans may be far from their
+        bounds, one farther than another, and not where fragments were asked for."""
+        return not self.allowed.in_fragments and not is_small(form.candidates)
 
     def _must_fit(self, form: S) -> bool:
         """Tells whether to search a form only if it has a plan within the limits: not where there is no other, or where some of
@@ -235,10 +240,14 @@ def is_near(candidates: Candidates, limits: Budgets, plan: Plan) -> bool:
     leanest plan takes, for the same work. Beside a disk, forms are compared only where the first does not fit."""
     if plan.all_resident or limits.disk is not None:
         return True
-    step = candidates.problem.step
-    operations = sum(len(kernel_of(step, region).graph.nodes) for region in regions(step))
     more = None if limits.device is None else limits.device + candidates.floor
-    return plan.total_us <= (_NEAR if operations <= SMALL else _NEAR_LARGE) * candidates.bound_us(more, limits.host)
+    return plan.total_us <= (_NEAR if is_small(candidates) else _NEAR_LARGE) * candidates.bound_us(more, limits.host)
+
+
+def is_small(candidates: Candidates) -> bool:
+    """Tells whether other forms of a step are made and searched in about a second each."""
+    step = candidates.problem.step
+    return sum(len(kernel_of(step, region).graph.nodes) for region in regions(step)) <= SMALL
 
 
 def least_us(candidates: Candidates) -> float:

@@ -31,7 +31,9 @@ class Made:
         self.candidates = SimpleNamespace(bound_us=lambda *limits: self.bound_us, resident=resident, problem=problem)
 
 
-def searched(monkeypatch: pytest.MonkeyPatch, first: Made, *finer: Made, in_fragments: bool = False) -> list[int]:
+def searched(
+    monkeypatch: pytest.MonkeyPatch, first: Made, *finer: Made, in_fragments: bool = False, small: bool = False
+) -> list[int]:
     """Returns the numbers of chunks of the forms that a comparison searches."""
     order: list[int] = []
 
@@ -40,6 +42,7 @@ def searched(monkeypatch: pytest.MonkeyPatch, first: Made, *finer: Made, in_frag
         return SimpleNamespace(plan=SimpleNamespace(total_us=form.time_us, all_resident=False))
 
     monkeypatch.setattr(compare, "is_near", lambda *about: False)
+    monkeypatch.setattr(compare, "is_small", lambda *about: small)
     forms: Any = SimpleNamespace(find=find, limits=Budgets(1, None, 0))
     Comparison(forms, Allowed(in_fragments=in_fragments)).run([first], [iter((first, *finer))])
     return order
@@ -64,6 +67,11 @@ def test_finer_forms_are_left_out_once_the_bound_rises(monkeypatch: pytest.Monke
 def test_fragments_that_were_asked_for_are_compared_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     forms = chunks(1, 100), chunks(4, 99.9), chunks(16, 110), chunks(64, 80)
     assert searched(monkeypatch, *forms, in_fragments=True) == [1, 4, 16, 64]
+
+
+def test_forms_of_a_small_step_are_compared_whatever_they_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = chunks(1, 100), chunks(4, 100), chunks(16, 110), chunks(64, 80)
+    assert searched(monkeypatch, *forms, small=True) == [1, 4, 16, 64]
 
 
 def test_a_form_that_cannot_be_faster_is_never_searched(monkeypatch: pytest.MonkeyPatch) -> None:
