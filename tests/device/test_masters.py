@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ def test_resident_parameters_are_updated_in_the_backward(precision: str, device:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled = mtcompile.compile(model, optimizer=optimizer, device=device, update="backward", precision=precision)
+    options: Any = {"update": "backward", "policy": "resident", "precision": precision}
+    compiled = mtcompile.compile(model, optimizer=optimizer, device=device, **options)
     x = torch.randn(4, 16, device=device, dtype=next(compiled.parameters()).dtype)
     losses = []
     for _ in range(3):
