@@ -61,7 +61,7 @@ _PARTS = 8  # budgets to try between the smallest that works and all, where seve
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """What the front end captured: a step's graph, which outputs receive gradients, its micro-batches if there are several."""
+    """A step as it was captured: its graph, which outputs receive gradients, and its micro-batches if there are several."""
 
     description: Description
     tangents: Tangents

@@ -151,7 +151,7 @@ def execute(
 
 
 class _Clock:
-    """When the instructions of one queue of a slower device begin and end. A thread issues the device's own queues one ahead:
+    """Tells when instructions of one queue of a slower device begin and end. A thread issues the device's own queues one ahead:
     while an instruction runs, the next is issued, and begins when that one has ended and what it waits for has. So what the
     thread does between two of them takes no time unless it takes longer than the first. Other queues begin what their thread
     has come to.

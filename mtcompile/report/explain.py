@@ -63,7 +63,7 @@ def explain(
 
 def first_name(model: nn.Module, name: str) -> str:
     """Returns the name under which plans know a parameter: of a tied weight, the first; any other name as it is."""
-    names = {key: parameter for key, parameter in nn.Module.named_parameters(model, remove_duplicate=False)}
+    names = dict(nn.Module.named_parameters(model, remove_duplicate=False))
     return next((first for first, parameter in names.items() if parameter is names.get(name)), name)
 
 

@@ -20,7 +20,7 @@ Kernels = dict[str, fx.GraphModule]  # key -> kernel; one registry for a step gr
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What step graphs share that have most of their kernels in common. ``memo``: what is known of the ``kernels``. ``bodies``:
+    """The common part of step graphs that have most kernels in common. ``memo``: what is known of the ``kernels``. ``bodies``:
     kernels, and which of their results they clone, by what they are made from."""
 
     kernels: Kernels = field(default_factory=dict)

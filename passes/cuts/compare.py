@@ -189,9 +189,10 @@ class Comparison(Generic[S]):
         self._considered[id(form)] = form
         limits, best = self.forms.limits, self.best
         if best is not None:
-            if could_be_faster(form.candidates, limits, best[1].plan):
-                if not self._goes_by_bounds(form) or promises_more(form.candidates, limits, best[0].candidates):
-                    self._attempt(form)
+            if could_be_faster(form.candidates, limits, best[1].plan) and (
+                not self._goes_by_bounds(form) or promises_more(form.candidates, limits, best[0].candidates)
+            ):
+                self._attempt(form)
         elif self._must_fit(form) and form.candidates.bound_us(limits.device, None) == inf:
             self._unlikely.append(form)
         else:

@@ -113,7 +113,7 @@ def repeat(joint: fx.GraphModule, micro: Micro, weights: Mapping[int, Weights]) 
 
 
 def _place(spec: OutputSpec) -> tuple[int, int]:
-    """What the model returns comes first, as it returns it, whichever region makes it."""
+    """Puts what the model returns first, as it returns it, whichever region makes it."""
     return ("output", "mutation", "grad").index(spec.kind), spec.index if spec.kind == "output" else 0
 
 
@@ -132,7 +132,6 @@ class _Repeat:
         self.tangents: dict[fx.Node, tuple[fx.Node, int]] = {}  # -> of all, and the index of its output
         self.scales: dict[int, list[fx.Node]] = {}  # output index -> the weight of each micro-batch
         self.rows, self.own = _rows(joint, micro), _own(joint, micro)
-        self.read = _depending(joint, [node for _, node in inputs_of(joint)])  # all that depends on any input
         self.results = outputs_of(joint)
         self.following = {}  # a buffer's placeholder -> the node that is its next version
         by_index = {spec.index: node for spec, node in inputs_of(joint) if spec.role not in ("tangent", "constant")}
@@ -270,7 +269,8 @@ class _Repeat:
             return False
         if any(index == spec.index for _, index in self.tangents.values()):
             raise NotImplementedError(f"the gradient of an output ({spec.name}) without the batch in front")
-        if self.rows in value.meta["val"].shape[:1] and value not in self.read:
+        inputs = [node for _, node in inputs_of(self.joint)]
+        if self.rows in value.meta["val"].shape[:1] and value not in _depending(self.joint, inputs):
             rows = f"an output ({spec.name}) of {self.rows} rows"
             raise NotImplementedError(f"{rows} that depends on no input, so perhaps not on the batch")
         return True

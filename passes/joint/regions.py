@@ -138,11 +138,12 @@ def _runs(nodes: list[fx.Node], depth: int = 1) -> list[tuple[str, list[fx.Node]
 def _with_inner_layers(runs: list[tuple[str, list[fx.Node]]], sizes: _Sizes) -> list[tuple[str, list[fx.Node]]]:
     """Returns runs in which the layers of stages, such as those of a convolutional network, stand for the stages: where there
     are few layers, or one is much larger than most, and nearly all of it is in layers of its own."""
-    layers = {label: sizes.weight(run) for label, run in runs if label}
+    weights = [sizes.weight(run) if label else 0 for label, run in runs]
+    layers = {label: weight for (label, _), weight in zip(runs, weights, strict=True) if label}
     limit = 0 if len(layers) < _FEW_LAYERS else _LARGE_LAYER * statistics.median(layers.values())
     inner = []
-    for label, run in runs:
-        within = _runs(run, 2) if label and sizes.weight(run) > limit else []
+    for (label, run), weight in zip(runs, weights, strict=True):
+        within = _runs(run, 2) if weight > limit else []
         of_layers = [len(nodes) for name, nodes in within if name != label]
         several = len(of_layers) > 1 and sum(of_layers) >= max(_NESTED * len(run), _MIN_PIECE_NODES * len(of_layers))
         inner += within if several else [(label, run)]

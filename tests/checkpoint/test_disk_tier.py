@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import mtcompile
 from mtcompile import checkpoint
-from tests.helpers.stacks import WIDTH, Residual
+from tests.helpers.disk.training import step
+from tests.helpers.stacks import Residual
 
 pytestmark = pytest.mark.slow  # it compiles models
 SMALL = {"memory": "1500KB", "host": "2200KB", "policy": "megatrain", "update": "backward"}  # a fixed policy plans faster
@@ -23,15 +24,6 @@ def training(plain: nn.Module, **options: Any) -> tuple[Any, torch.optim.Optimiz
     model = copy.deepcopy(plain)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return mtcompile.compile(model, optimizer=optimizer, **options), optimizer
-
-
-def step(model: Any, optimizer: torch.optim.Optimizer) -> Tensor:
-    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
-    loss = model(x.to(next(model.parameters()).dtype))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()  # type: ignore[no-any-return]
 
 
 def mapped_from(tensor: Tensor) -> str:

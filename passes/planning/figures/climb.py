@@ -301,10 +301,11 @@ def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
 
     def neighbours(plan: Plan) -> Iterator[Plan]:
         saved_now = {block.index: kept_positions(plan, block) for block in blocks}
-        several = list(dict.fromkeys((_last(blocks, lambda b: len(saved_now[b.index]) < len(b.saved)), blocks[0])))
+        last = _last(blocks, lambda b: len(saved_now[b.index]) < len(b.saved))
+        several = [block for block in dict.fromkeys((last, blocks[0])) if block is not None]
         for block in several:
-            for variant in block.variants if block is not None else ():
-                if block is not None and variant.positions != saved_now[block.index]:
+            for variant in block.variants:
+                if variant.positions != saved_now[block.index]:
                     yield _keeping(plan, block, variant, "device")
         for groups in (
             [(b, [b.saved[i] for i in saved_now[b.index]]) for b in blocks],
@@ -317,8 +318,8 @@ def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
             for values in here[:1] if host else ():
                 yield _placed(plan, values, "host")
         for block in several if at_once else ():
-            for variant in block.variants if block is not None else ():
-                if block is not None and variant.positions:
+            for variant in block.variants:
+                if variant.positions:
                     yield _keeping(plan, block, variant, "host")
 
     return neighbours
