@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -183,8 +184,11 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
     if more is not None:
         more *= ranks.get(other, 1)
         ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")
-    then = candidates.best(*((error.minimum, None) if tier == "device" else (None, error.minimum))).plan.total_us
-    ways.append(f"{tier} memory of {gib(minimum)} ({minimum} bytes) or more: {time_of(then)} a step then")
+    then = ""
+    with contextlib.suppress(DoesNotFit):  # it may take a disk too
+        best = candidates.best(*((error.minimum, None) if tier == "device" else (None, error.minimum)))
+        then = f": {time_of(best.plan.total_us)} a step then"
+    ways.append(f"{tier} memory of {gib(minimum)} ({minimum} bytes) or more{then}")
     if tier == "host":
         return replace(unplanned, short_bytes=short, ways_out=tuple(ways))
     ways.append('fewer tokens a step: solve="batch" or solve="seq" finds how many fit')
