@@ -62,6 +62,7 @@ def figures(request: ForecastRequest, sized: SizedStep, planned: Planned | DoesN
     )
     if isinstance(planned, DoesNotFit):
         refused = _refused(request, sized, unplanned, budgets, planned)
+        refused = replace(refused, notes=_notes(request, sized, candidates.problem.step))
         if not request.force:
             return refused
         least = candidates.least()
@@ -73,10 +74,14 @@ def figures(request: ForecastRequest, sized: SizedStep, planned: Planned | DoesN
 
 def _with_notes(request: ForecastRequest, sized: SizedStep, planned: Planned) -> Planned:
     """Adds to a plan in fragments which large weights stay whole, and why."""
-    if not fragments_of(planned.step):
-        return planned
-    told = told_whole(sized.captured, sized.form.cut, planned.step, request.allowed(sized.captured).begins)
-    return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *told)))
+    notes = _notes(request, sized, planned.step)
+    return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *notes))) if notes else planned
+
+
+def _notes(request: ForecastRequest, sized: SizedStep, step: fx.GraphModule) -> tuple[str, ...]:
+    if not fragments_of(step):
+        return ()
+    return tuple(told_whole(sized.captured, sized.form.cut, step, request.allowed(sized.captured).begins))
 
 
 def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
@@ -118,7 +123,7 @@ def _with_plan(unplanned: Forecast, candidates: Candidates, planned: Planned) ->
         disk_direct=plan.disk_direct,
         certificate=plan.certificate,
         gap=plan.gap,
-        notes=plan.notes,
+        notes=(*unplanned.notes, *plan.notes),
         planned=planned,
     )
 
