@@ -37,7 +37,7 @@ from mtcompile.passes.cuts import compare
 from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
-from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
+from mtcompile.passes.joint.accumulate import Micro, joining_of, repeat
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.joint.exceptions import contract
 from mtcompile.passes.joint.normalize import normalize
@@ -170,11 +170,11 @@ def rewrite_joint(
     numerics = [precision.contract(), *contract(joint, fuses, changed)]
     if micro is not None:
         try:
-            weights = weights_of(joint, micro)
-            rewritten = repeat(rewritten, micro, weights)
+            joining = joining_of(joint, micro)
+            rewritten = repeat(rewritten, micro, joining)
         except NotImplementedError as error:
-            raise CaptureError(f"accumulate={micro.count}: the model has {error}; accumulate by hand") from None
-        summed, shares = " in fp32" if micro.wide else "", ", ".join(dict.fromkeys(map(str, weights.values())))
+            raise CaptureError(f"accumulate={micro.count}: the model has {error}; or pass accumulate=1") from None
+        summed, shares = " in fp32" if micro.wide else "", ", ".join(dict.fromkeys(map(str, joining.weights.values())))
         numerics.append(f"{micro.count} micro-batches, their gradients added up{summed} in their order, {shares}")
     return JointStep(rewritten, "; ".join(numerics), form)
 
