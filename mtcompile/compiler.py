@@ -34,7 +34,7 @@ from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts import compare
-from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, in_rows
+from mtcompile.passes.cuts.form import Form, cut_joint, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
@@ -163,10 +163,10 @@ def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
 
 
 def rewrite_joint(
-    joint: fx.GraphModule, precision: Precision, fuses: bool, form: Form = WHOLE, micro: Micro | None = None
+    joint: fx.GraphModule, precision: Precision, fuses: bool, form: Form, micro: Micro | None, shared: Shared
 ) -> JointStep:
     """Returns ``joint`` cut as ``form`` says, and repeated for all micro-batches. Raises CaptureError."""
-    rewritten, form, changed = cut_joint(joint, form)
+    rewritten, form, changed = cut_joint(joint, form, shared.rewritten)
     numerics = [precision.contract(), *contract(joint, fuses, changed)]
     if micro is not None:
         try:
@@ -176,7 +176,7 @@ def rewrite_joint(
             raise CaptureError(f"accumulate={micro.count}: the model has {error}; accumulate by hand") from None
         summed, shares = " in fp32" if micro.wide else "", ", ".join(dict.fromkeys(map(str, weights.values())))
         numerics.append(f"{micro.count} micro-batches, their gradients added up{summed} in their order, {shares}")
-    return JointStep(rewritten, "; ".join(numerics), form)
+    return JointStep(rewritten, "; ".join(numerics), form, shared)
 
 
 def planning_problem(
@@ -268,7 +268,7 @@ class _Forms:
 
     def rewritten(self, form: Form) -> JointStep:
         options = self.target.options
-        return rewrite_joint(self.joint, options.precision, options.fuses, form, self.step.micro)._replace(shared=self.shared)
+        return rewrite_joint(self.joint, options.precision, options.fuses, form, self.step.micro, self.shared)
 
     def problem(self, joint: JointStep) -> PlanningProblem:
         target, apart = self.target, self.target.options.disk is None

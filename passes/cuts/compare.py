@@ -8,6 +8,7 @@ that they are not worth it. By as much as these differences, a little more memor
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from math import inf
 from typing import Generic, Protocol, TypeVar
@@ -18,6 +19,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.form import Allowed, Form, chains_of_forms
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, possible_cuts
 from mtcompile.passes.cuts.fragments.figures import streaming
+from mtcompile.passes.joint.loss_head import logits_nbytes
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
@@ -94,7 +96,7 @@ def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
 
         def chain(finer: list[Form], taken: str | None) -> Iterator[S]:
             for form in finer:
-                if not forms.allows(form.cut):
+                if not forms.allows(form.cut) or not comparison.has_room_for(form):
                     continue
                 step = first if form == first.form else forms.cut(form)
                 if step is not None and taken is not None:
@@ -172,6 +174,16 @@ class Comparison(Generic[S]):
         if error.tier != "host" or limits.disk is not None:
             return error.tier != "disk"
         return dict(error.causes).get("persistent state", 0) <= (limits.host or 0)
+
+    def has_room_for(self, form: Form) -> bool:
+        """Tells whether a form that is not made yet could fit, or need less than those that did not, by its logits alone."""
+        device = self.forms.limits.device
+        least = min((error.minimum for _, error in self.refused if error.tier == "device"), default=0)
+        return device is None or self.allowed.fuses or self._logits_nbytes // form.chunks <= max(device, least)
+
+    @functools.cached_property
+    def _logits_nbytes(self) -> int:
+        return logits_nbytes(self.forms.captured)
 
     def plan_unlikely(self) -> None:
         """Plans forms that were not since they cannot fit the device: those that need less of it by their linear programs come
