@@ -37,6 +37,7 @@ from mtcompile.passes.cuts import compare
 from mtcompile.passes.cuts.form import Form, cut_joint, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
+from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.joint.exceptions import contract
@@ -248,8 +249,8 @@ class _Form:
         return self.joint.form
 
     @functools.cached_property
-    def candidates(self) -> Candidates:
-        return Candidates(self.forms.problem(self.joint), _tell)
+    def candidates(self) -> QuickCandidates:
+        return QuickCandidates(self.forms.problem(self.joint), _tell)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,8 +391,7 @@ def plan_beside(problem: PlanningProblem, policy: str, beside: int) -> tuple[Pla
             raise
         low = error.minimum
     tried = [planned_within(low + (high - low) * part // _PARTS) for part in range(_PARTS)]
-    roomy = [each for each in tried if leaves_room(problem.budgets, each[1].schedule, beside)]
-    if roomy:
+    if roomy := [each for each in tried if leaves_room(problem.budgets, each[1].schedule, beside)]:
         return min(roomy, key=lambda each: each[1].plan.total_us)
     raise shortage_beside(problem.budgets, tried[0][1].schedule, beside)
 

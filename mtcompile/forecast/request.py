@@ -34,6 +34,7 @@ from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
 from mtcompile.passes.cuts.compare import SMALL
 from mtcompile.passes.cuts.form import AUTO, WHOLE, Allowed, Form, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, homes_between
+from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.accumulate import Micro
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.joint.loss_head import logits_nbytes
@@ -89,7 +90,7 @@ class SizedStep:
     """A step of ``size``, which is (batch, seq), and its candidate plans. ``captured``: its joint graph before any rewrite.
     ``changed``: candidates of the same step graph on another machine or with other updates, which were asked for before."""
 
-    candidates: Candidates
+    candidates: QuickCandidates
     captured: fx.GraphModule
     joint: JointStep
     tokens: int
@@ -216,7 +217,8 @@ def _candidates(
 ) -> SizedStep:
     placement = AssumedPlacement(request.budgets, request.make_optimizer, request.ranks)
     problem = planning_problem(joint, placement, request.machine, like=like.joint.graph if like else None)
-    return SizedStep(Candidates(problem, request.progress, search_store(problem)), captured, joint, *tokens_and_size)
+    candidates = QuickCandidates(problem, request.progress, search_store(problem))
+    return SizedStep(candidates, captured, joint, *tokens_and_size)
 
 
 def budgets_of(request: ForecastRequest, sized: SizedStep) -> Budgets:
