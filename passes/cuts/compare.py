@@ -21,8 +21,8 @@ from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, possible_cuts
 from mtcompile.passes.cuts.fragments.figures import streaming
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.loss_head import logits_nbytes
-from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
 from mtcompile.passes.step_graph import kernel_of, regions
 
@@ -125,6 +125,7 @@ class Comparison(Generic[S]):
         self.forms, self.allowed = forms, allowed
         self.fitting, self.refused = list[tuple[S, Planned]](), list[tuple[S, DoesNotFit]]()
         self._unlikely, self._considered, self._fewest = list[S](), dict[int, S](), dict[int, int]()
+        self._waiting, self._left_out = list[tuple[float, S]](), list[S]()  # those that wait: with the µs of a quick plan
 
     @property
     def best(self) -> tuple[S, Planned] | None:
@@ -136,31 +137,42 @@ class Comparison(Generic[S]):
         """The form with the smallest way to go, with its refusal."""
         return min(self.refused, key=lambda each: way_to_go(each[1].tier, each[1].minimum))
 
+    @property
+    def _lead(self) -> tuple[float, S] | None:
+        """The form with the fastest plan so far, and its µs: found by a search, or quickly where a search may follow."""
+        found = [(planned.plan.total_us, form) for form, planned in self.fitting]
+        return min(found + self._waiting, key=lambda each: each[0], default=None)
+
     def run(self, coarsest: Iterable[S], chains: Iterable[Iterable[S]]) -> None:
         """Compares some forms. ``chains``: of finer and finer forms, each of which takes longer than the one before if memory
         does not matter."""
+        self._compare(coarsest, chains)
+        self._plan_waiting()
+
+    def _compare(self, coarsest: Iterable[S], chains: Iterable[Iterable[S]]) -> None:
         best = None
         for form in coarsest:
             self._consider(form)
             if (best := self.best) is not None and best[1].plan.all_resident:
                 if not self.allowed.in_fragments or not streaming(best[1].schedule).staging_nbytes:
                     return
-        if best is None and not self.could_fit():
+        if self._lead is None and not self.could_fit():
             return
         if best is not None and not self.allowed.in_fragments:
-            if self.allowed.alone or is_near(best[0].candidates, self.forms.limits, best[1].plan):
+            near = best[1].plan.all_resident or is_near(best[0].candidates, self.forms.limits, best[1].plan.total_us)
+            if near or self.allowed.alone:
                 return
         for chain in chains:
             leanest, before_us = inf, inf
             for form in chain:
-                if (best := self.best) is not None:
-                    if least_us(form.candidates) >= best[1].plan.total_us:
+                if (lead := self._lead) is not None:
+                    if least_us(form.candidates) >= lead[0]:
                         break
                     bound_us = form.candidates.bound_us(self.forms.limits.device, self.forms.limits.host)
                     if self._goes_by_bounds(form) and before_us < bound_us < inf:
                         break  # what finer forms spare is worth less and less
                     before_us = bound_us
-                if best is None and not self.allowed.alone:
+                if lead is None and not self.allowed.alone:
                     nbytes = self._least_nbytes(form)
                     if nbytes >= leanest and form.form.cut == UNCUT:  # more chunks or tiles need no less
                         break
@@ -201,19 +213,50 @@ class Comparison(Generic[S]):
         if id(form) in self._considered:
             return
         self._considered[id(form)] = form
-        limits, best = self.forms.limits, self.best
-        if best is not None:
-            if not could_be_faster(form.candidates, limits, best[1].plan):
-                return
-            if self._goes_by_bounds(form):
-                if not promises_more(form.candidates, limits, best[0].candidates):
-                    return
-                if not comes_near(form.candidates, limits, best[1].plan):
-                    return
-            self._attempt(form)
-        elif self._must_fit(form) and form.candidates.bound_us(limits.device, None) == inf:
+        limits, lead = self.forms.limits, self._lead
+        if lead is None and self._must_fit(form) and form.candidates.bound_us(limits.device, None) == inf:
             self._unlikely.append(form)
+        elif lead is not None and not self._is_worth_a_search(form, *lead):
+            self._left_out.append(form)
+        elif ((quick_us := self._quick_us(form)) < inf or self._waiting) and self._can_wait(form, quick_us):
+            self._waiting.append((quick_us, form))
         else:
+            self._attempt(form)
+
+    def _is_worth_a_search(self, form: S, us: float, best: S) -> bool:
+        """Tells whether a form may have a plan that is faster than the ``us`` of one of the ``best`` form."""
+        if not could_be_faster(form.candidates, self.forms.limits, us):
+            return False
+        if not self._goes_by_bounds(form):
+            return True
+        if not promises_more(form.candidates, self.forms.limits, best.candidates):
+            return False
+        return not _HOPELESS * us < self._quick_us(form) < inf
+
+    def _quick_us(self, form: S) -> float:
+        """Returns the µs of a quick plan of a form that goes by bounds; infinite where that says nothing."""
+        device = self.forms.limits.device
+        if device is None or self.forms.limits.disk is not None or self.allowed.alone or not self._goes_by_bounds(form):
+            return inf
+        return form.candidates.quick_us(device)
+
+    def _can_wait(self, form: S, quick_us: float) -> bool:
+        """Tells whether to search a form when quick plans of all are known: not where one is as good as any form could be, and
+        not where quick plans may not fit, as they do not count what they need of the host."""
+        limits, candidates = self.forms.limits, form.candidates
+        if limits.host is not None or fits(candidates.resident.plan, limits):
+            return False
+        return not is_near(candidates, limits, quick_us)
+
+    def _plan_waiting(self) -> None:
+        """Plans the forms that wait, those with the fastest quick plans first. If none of them can be run, plans what was left
+        out because of them."""
+        waiting, self._waiting = sorted(self._waiting, key=lambda each: each[0]), []
+        for _, form in waiting:
+            best = self.best
+            if best is None or self._is_worth_a_search(form, best[1].plan.total_us, best[0]):
+                self._attempt(form)
+        for form in self._left_out if waiting and not self.fitting else ():
             self._attempt(form)
 
     def _goes_by_bounds(self, form: S) -> bool:
@@ -241,11 +284,11 @@ class Comparison(Generic[S]):
         return self._fewest[id(form)]
 
 
-def could_be_faster(candidates: Candidates, limits: Budgets, plan: Plan) -> bool:
-    """Tells whether any plan of a step within the limits could be faster than ``plan``, which is of another form."""
-    if least_us(candidates) >= plan.total_us:
+def could_be_faster(candidates: Candidates, limits: Budgets, us: float) -> bool:
+    """Tells whether any plan of a step within the limits could be faster than one of another form, which takes ``us``."""
+    if least_us(candidates) >= us:
         return False
-    return candidates.bound_us(limits.device, limits.host) < plan.total_us
+    return candidates.bound_us(limits.device, limits.host) < us
 
 
 def promises_more(candidates: Candidates, limits: Budgets, best: Candidates) -> bool:
@@ -254,21 +297,13 @@ def promises_more(candidates: Candidates, limits: Budgets, best: Candidates) -> 
     return candidates.bound_us(limits.device, limits.host) <= _PROMISE * best.bound_us(limits.device, limits.host)
 
 
-def comes_near(candidates: QuickCandidates, limits: Budgets, plan: Plan) -> bool:
-    """Tells whether a search of a form could find one faster than ``plan``, by a few plans of it: bounds say little near the
-    fewest bytes that work. True where none of these few fits."""
-    if limits.device is None or limits.disk is not None:
-        return True
-    return not _HOPELESS * plan.total_us < candidates.quick_us(limits.device) < inf
-
-
-def is_near(candidates: Candidates, limits: Budgets, plan: Plan) -> bool:
-    """Tells whether no other form could be much faster than a step's ``plan``. Another form may need as much less memory as the
-    leanest plan takes, for the same work. Beside a disk, forms are compared only where the first does not fit."""
-    if plan.all_resident or limits.disk is not None:
+def is_near(candidates: Candidates, limits: Budgets, us: float) -> bool:
+    """Tells whether no other form could be much faster than a step's plan, which takes ``us``. Another form may need as much
+    less memory as the leanest plan takes, for the same work. Beside a disk, forms are compared only where the first does not fit."""
+    if limits.disk is not None:
         return True
     more = None if limits.device is None else limits.device + candidates.floor
-    return plan.total_us <= (_NEAR if is_small(candidates) else _NEAR_LARGE) * candidates.bound_us(more, limits.host)
+    return us <= (_NEAR if is_small(candidates) else _NEAR_LARGE) * candidates.bound_us(more, limits.host)
 
 
 def is_small(candidates: Candidates) -> bool:

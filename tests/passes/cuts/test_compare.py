@@ -31,14 +31,19 @@ class Made:
     candidates: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        resident = SimpleNamespace(plan=SimpleNamespace(total_us=FASTEST_US))
+        resident = SimpleNamespace(plan=SimpleNamespace(total_us=FASTEST_US, peak_bytes={"device": 2, "host": 0}))
         problem = SimpleNamespace(fixed_homes={})
         figures: dict[str, Any] = {"bound_us": lambda *limits: self.bound_us, "quick_us": lambda device: self.quick_us}
         self.candidates = SimpleNamespace(**figures, resident=resident, problem=problem)
 
 
 def searched(
-    monkeypatch: pytest.MonkeyPatch, first: Made, *finer: Made, in_fragments: bool = False, small: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    first: Made,
+    *finer: Made,
+    in_fragments: bool = False,
+    small: bool = False,
+    host: int | None = None,
 ) -> list[int]:
     """Returns the numbers of chunks of the forms that a comparison searches."""
     order: list[int] = []
@@ -49,7 +54,7 @@ def searched(
 
     monkeypatch.setattr(compare, "is_near", lambda *about: False)
     monkeypatch.setattr(compare, "is_small", lambda *about: small)
-    forms: Any = SimpleNamespace(find=find, limits=Budgets(1, None, 0))
+    forms: Any = SimpleNamespace(find=find, limits=Budgets(1, host, 0))
     Comparison(forms, Allowed(in_fragments=in_fragments)).run([first], [iter((first, *finer))])
     return order
 
@@ -77,6 +82,12 @@ def test_fragments_that_were_asked_for_are_compared_all_the_same(monkeypatch: py
 
 def test_a_form_whose_quick_plans_are_much_slower_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert searched(monkeypatch, chunks(1, 100), chunks(4, 90, quick_us=145), chunks(16, 80, quick_us=143)) == [1, 16]
+
+
+def test_the_form_with_the_fastest_quick_plan_is_searched_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast, middle = chunks(1, 100, 130, 140), chunks(4, 95, 105, 110), chunks(16, 90, 110, 120)
+    assert searched(monkeypatch, slow, fast, middle) == [4, 16]
+    assert searched(monkeypatch, slow, fast, middle, host=1) == [1, 4, 16]  # quick plans may not fit there
 
 
 def test_a_form_is_searched_if_no_quick_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
