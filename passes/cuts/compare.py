@@ -29,6 +29,7 @@ from mtcompile.passes.step_graph import kernel_of, regions
 SMALL = 3000  # operations of a step whose other forms are made in about a second each
 _NEAR, _NEAR_LARGE = 1.02, 1.1  # of what any form could give: then others are not made of a small step, or of a large one
 _PROMISE = 0.998  # of the best form's bound: others that promise less are not searched
+_FAR = 1.15  # times the bound: a quick plan of the first form beyond it may be slower than another form's
 _HOPELESS = 1.2  # times the best plan: what quick plans of other forms take that are not searched; a search gains 1 to 7 %
 _STREAMED = 0.95  # of the time with everything on the device that is not fixed elsewhere: fetching farther ahead gains less
 _HALVINGS = 12  # between nothing and what a form's floor needs
@@ -241,12 +242,12 @@ class Comparison(Generic[S]):
         return form.candidates.quick_us(device)
 
     def _can_wait(self, form: S, quick_us: float) -> bool:
-        """Tells whether to search a form when quick plans of all are known: not where one is as good as any form could be, and
-        not where quick plans may not fit, as they do not count what they need of the host."""
+        """Tells whether to search a form when quick plans of all are known: not where quick plans may not fit, as they do not
+        count what they need of the host. Of the first form, a search tells better than a quick plan which others to make."""
         limits, candidates = self.forms.limits, form.candidates
         if limits.host is not None or fits(candidates.resident.plan, limits):
             return False
-        return not is_near(candidates, limits, quick_us)
+        return self._lead is not None or quick_us > _FAR * candidates.bound_us(limits.device, None)
 
     def _plan_waiting(self) -> None:
         """Plans the forms that wait, those with the fastest quick plans first. If none of them can be run, plans what was left
@@ -299,7 +300,8 @@ def promises_more(candidates: Candidates, limits: Budgets, best: Candidates) -> 
 
 def is_near(candidates: Candidates, limits: Budgets, us: float) -> bool:
     """Tells whether no other form could be much faster than a step's plan, which takes ``us``. Another form may need as much
-    less memory as the leanest plan takes, for the same work. Beside a disk, forms are compared only where the first does not fit."""
+    less memory as the leanest plan takes, for the same work. With a disk, forms are compared only where the first does not
+    fit."""
     if limits.disk is not None:
         return True
     more = None if limits.device is None else limits.device + candidates.floor

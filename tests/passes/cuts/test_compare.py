@@ -88,6 +88,8 @@ def test_the_form_with_the_fastest_quick_plan_is_searched_first(monkeypatch: pyt
     slow, fast, middle = chunks(1, 100, 130, 140), chunks(4, 95, 105, 110), chunks(16, 90, 110, 120)
     assert searched(monkeypatch, slow, fast, middle) == [4, 16]
     assert searched(monkeypatch, slow, fast, middle, host=1) == [1, 4, 16]  # quick plans may not fit there
+    near, other, faster = chunks(1, 100, 130, 114), chunks(4, 95, 105, 112), chunks(16, 90, 110, 108)
+    assert searched(monkeypatch, near, other, faster) == [1, 16]  # the first form comes first if it is near its bound
 
 
 def test_a_form_is_searched_if_no_quick_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
