@@ -173,7 +173,7 @@ class Comparison(Generic[S]):
                     if self._goes_by_bounds(form) and before_us < bound_us < inf:
                         break  # what finer forms spare is worth less and less
                     before_us = bound_us
-                if lead is None and not self.allowed.alone:
+                if lead is None and not self.allowed.alone and not self._may_fit(form):
                     nbytes = self._least_nbytes(form)
                     if nbytes >= leanest and form.form.cut == UNCUT:  # more chunks or tiles need no less
                         break
@@ -214,8 +214,8 @@ class Comparison(Generic[S]):
         if id(form) in self._considered:
             return
         self._considered[id(form)] = form
-        limits, lead = self.forms.limits, self._lead
-        if lead is None and self._must_fit(form) and form.candidates.bound_us(limits.device, None) == inf:
+        lead = self._lead
+        if lead is None and self._must_fit(form) and not self._may_fit(form):
             self._unlikely.append(form)
         elif lead is not None and not self._is_worth_a_search(form, *lead):
             self._left_out.append(form)
@@ -264,6 +264,10 @@ class Comparison(Generic[S]):
         """Tells whether forms are left out by what they promise: not those of small steps, whose plans may be far from their
         bounds, one farther than another, and not where fragments were asked for."""
         return not self.allowed.in_fragments and not is_small(form.candidates)
+
+    def _may_fit(self, form: S) -> bool:
+        """Tells whether some plan of a form may be within the device's bytes, by its linear program."""
+        return form.candidates.bound_us(self.forms.limits.device, None) < inf
 
     def _must_fit(self, form: S) -> bool:
         """Tells whether to search a form only if it has a plan within the limits: not where there is no other, or where some of
