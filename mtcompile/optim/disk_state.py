@@ -226,14 +226,15 @@ class DiskState:
         """Returns the home on disk of a tensor that may be elsewhere, such as after load_state_dict; all of it is there
         then."""
         if not self.holds(value):
-            value = state.entry[key] = self.write_home(state.name, key, value)
+            value = state.entry[key] = self.write_home(state.name, key, value, must_end=True)
         return value
 
-    def write_home(self, name: str, key: str, value: Tensor) -> Tensor:
-        """Writes a tensor to its home on disk, which is made for it the first time. Returns it as it is there."""
+    def write_home(self, name: str, key: str, value: Tensor, must_end: bool = False) -> Tensor:
+        """Writes a tensor to its home on disk, which is made for it the first time. Returns it as it is there. ``must_end``:
+        it is an update of a step."""
         home = self._home(name, key, layout_of(value))
         if value is not home:
-            self.store.write(self._move(name, key, home, value))
+            self.store.write(self._move(name, key, home, value), must_end)
         return home
 
     def _home(self, name: str, key: str, layout: Layout) -> Tensor:

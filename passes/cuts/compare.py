@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from math import inf
 from typing import Generic, Protocol, TypeVar
 
@@ -22,6 +23,7 @@ from mtcompile.passes.cuts.fragments.figures import streaming
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.loss_head import logits_nbytes
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.disk.spill import hopelessly_short
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
 from mtcompile.passes.step_graph import kernel_of, regions
@@ -173,6 +175,8 @@ class Comparison(Generic[S]):
                     if self._goes_by_bounds(form) and before_us < bound_us < inf:
                         break  # what finer forms spare is worth less and less
                     before_us = bound_us
+                if lead is None and self._host_is_too_small():
+                    return
                 if lead is None and not self.allowed.alone and not self._may_fit(form):
                     nbytes = self._least_nbytes(form)
                     if nbytes >= leanest and form.form.cut == UNCUT:  # more chunks or tiles need no less
@@ -183,12 +187,20 @@ class Comparison(Generic[S]):
     def could_fit(self) -> bool:
         """Tells whether other forms could fit: not if the disk is too slow or too small, or if the host has no room for what it
         holds at all times."""
-        if not self.refused:
+        return not self.refused or (self.refusal[1].tier != "disk" and not self._host_is_too_small())
+
+    def _host_is_too_small(self) -> bool:
+        """Tells whether the host, with the disk if there is one, has no room for what is held at all times, in any form."""
+        if not self.refused or self.refusal[1].tier != "host":
+            return False
+        form, error = self.refusal
+        limits, problem = self.forms.limits, form.candidates.problem
+        if limits.disk is None and dict(error.causes).get("persistent state", 0) > (limits.host or 0):
             return True
-        error, limits = self.refusal[1], self.forms.limits
-        if error.tier != "host" or limits.disk is not None:
-            return error.tier != "disk"
-        return dict(error.causes).get("persistent state", 0) <= (limits.host or 0)
+        if problem.budgets.disk_updates:  # which weights may be on disk depends on how they are cut
+            return False
+        budgets = replace(problem.budgets, device=limits.device, host=limits.host, disk=limits.disk)
+        return hopelessly_short(replace(problem, budgets=budgets)) > 0
 
     def has_room_for(self, form: Form) -> bool:
         """Tells whether a form that is not made yet could fit, or need less than those that did not, by its logits alone."""

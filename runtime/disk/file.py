@@ -44,8 +44,8 @@ class Descriptors:
 
 
 def opened(folder: Path) -> Descriptors:
-    """Opens a new file in ``folder``, which is made if it is not there. Raises DiskError, also if there is no folder to make it
-    in, such as that of a drive, misspelled."""
+    """Opens a new file in ``folder``, which is made if it is not there; ready for requests past the page cache if mappings see
+    these. Raises DiskError, also if there is no folder to make it in, such as that of a drive, misspelled."""
     if not hasattr(os, "posix_fallocate") or not hasattr(os, "preadv"):
         raise DiskError(f"disk={folder}: expected a system with posix_fallocate and preadv, such as Linux, found neither")
     try:
@@ -60,7 +60,18 @@ def opened(folder: Path) -> Descriptors:
                 os.unlink(name)
     except OSError as error:
         raise DiskError(f"disk={folder}: expected a folder that can be written, found {error.strerror or error}") from error
-    return Descriptors(folder, cached, cached if direct is None else direct)
+    file = Descriptors(folder, cached, cached if direct is None else direct)
+    try:
+        return _coherent(file)
+    except BaseException:
+        file.close()
+        raise
+
+
+def in_memory() -> Descriptors:
+    """Opens a new file in memory. Raises OSError."""
+    number = os.memfd_create("mtcompile-disk", os.MFD_CLOEXEC)
+    return Descriptors(Path("memory"), number, number)
 
 
 def _check_drive(folder: Path) -> None:
@@ -148,7 +159,7 @@ def reserve_part(file: Descriptors, at: int, nbytes: int) -> None:
         raise DiskError(error.errno, f"disk={file.folder}: {nbytes} bytes could not be reserved: {error.strerror}") from error
 
 
-def coherent(file: Descriptors) -> Descriptors:
+def _coherent(file: Descriptors) -> Descriptors:
     """Tries whether requests past the page cache see what a mapping wrote, and the other way round; where they do not, or are
     refused, returns the file with all requests through the cache."""
     reserve(file, BLOCK)

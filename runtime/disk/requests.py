@@ -45,8 +45,8 @@ class Elsewhere(Protocol):
     def file_of(self, at: int) -> Descriptors | None:
         """Returns where a place lies now; None for the file itself."""
 
-    def move(self, piece: Transfer, write: Callable[[Descriptors], None], error: DiskError) -> None:
-        """Writes a piece to the first that takes it. Raises ``error`` if none does."""
+    def move(self, piece: Transfer, write: Callable[[Descriptors], None], error: DiskError, must_end: bool) -> None:
+        """Writes a piece to the first that takes it, or, if the step ``must_end``, to memory. Raises ``error`` if none does."""
 
 
 def whole_blocks(nbytes: int) -> int:
@@ -99,11 +99,11 @@ class Requests:
 
         self._all(one, transfers)
 
-    def write(self, transfers: Sequence[Transfer]) -> None:
-        """Writes memory to the file. Raises DiskError."""
+    def write(self, transfers: Sequence[Transfer], must_end: bool = False) -> None:
+        """Writes memory to the file. ``must_end``: these are updates of a step. Raises DiskError."""
 
         def one(piece: Transfer, buffer: int) -> None:
-            self._write(piece, buffer)
+            self._write(piece, buffer, must_end)
             for part in self._chunks(piece) if self.summed else ():
                 self.checksums.note(part.at, part.address, part.nbytes)
 
@@ -183,13 +183,13 @@ class Requests:
             _whole(os.preadv, file, piece, buffer, piece.at + direct, whole_blocks(rest), "read")
             ctypes.memmove(piece.address + direct, buffer, rest)
 
-    def _write(self, piece: Transfer, buffer: int) -> None:
+    def _write(self, piece: Transfer, buffer: int, must_end: bool) -> None:
         try:
             self._write_to(self._file_of(piece), piece, buffer)
         except DiskError as error:
             if self._elsewhere is None:
                 raise
-            self._elsewhere.move(piece, lambda file: self._write_to(file, piece, buffer), error)
+            self._elsewhere.move(piece, lambda file: self._write_to(file, piece, buffer), error, must_end)
 
     def _write_to(self, file: Descriptors, piece: Transfer, buffer: int) -> None:
         def carry(*about: Any) -> int:

@@ -1,5 +1,5 @@
 """Spare files: what a disk does not take at its place goes to the same place of another file, so that a step that has begun to
-write ends.
+write ends. The last of these files is in memory.
 
     file    p0 | p1 | p2 | p3
     spare      | p1 |           p1 could not be written to the file: from now on it is read, written and mapped from here
@@ -19,13 +19,17 @@ from mtcompile.runtime.disk.requests import Transfer, whole_blocks
 
 
 class Spare:
-    """A file in a folder, opened when it is needed. ``room_nbytes``: tells how many bytes may still be taken there.
-    ``taken_nbytes``: of what has gone there."""
+    """A file in a folder, or in memory (None), opened when it is needed. ``room_nbytes``: tells how many bytes may still be
+    taken there. ``taken_nbytes``: of what has gone there."""
 
-    def __init__(self, folder: Path, room_nbytes: Callable[[], int]) -> None:
+    def __init__(self, folder: Path | None, room_nbytes: Callable[[], int]) -> None:
         self.folder, self.taken_nbytes = folder, 0
         self.file: Descriptors | None = None
         self._room_nbytes, self._reserved_nbytes = room_nbytes, 0
+
+    @property
+    def where(self) -> str:
+        return "memory" if self.folder is None else f"another file, in {self.folder}"
 
     def reserve(self, nbytes: int) -> None:
         """Takes space for the first bytes of the file now. Raises DiskError, and DiskFull."""
@@ -37,18 +41,13 @@ class Spare:
         file = self.opened()
         if at + nbytes > self._reserved_nbytes:
             if (room := self._room_nbytes()) < nbytes:
-                raise DiskError(f"disk={self.folder}: expected room for {nbytes} more bytes, found {max(0, room)}")
+                raise DiskError(f"expected room for {nbytes} more bytes, found {max(0, room)}")
             files.reserve_part(file, at, nbytes)
         return file
 
     def opened(self) -> Descriptors:
         if self.file is None:
-            file = files.opened(self.folder)
-            try:
-                self.file = files.coherent(file)
-            except BaseException:
-                file.close()
-                raise
+            self.file = files.in_memory() if self.folder is None else files.opened(self.folder)
         return self.file
 
     def close(self) -> None:
@@ -85,25 +84,29 @@ class Spares:
         """Tells whether any of it has moved."""
         return bool(self._parts) and any(self.file_of(part.at) is not None for part in self.cut(transfer))
 
-    def move(self, piece: Transfer, write: Callable[[Descriptors], None], error: DiskError) -> None:
-        """Writes a piece to the first spare file that takes it, which has it from now on. ``error``: why; raised, with what
-        else failed, if none does."""
+    @property
+    def in_memory_nbytes(self) -> int:
+        return sum(spare.taken_nbytes for spare in self.files if spare.folder is None)
+
+    def move(self, piece: Transfer, write: Callable[[Descriptors], None], error: DiskError, must_end: bool) -> None:
+        """Writes a piece to the first spare file that takes it, which has it from now on; to memory only if the step
+        ``must_end``. ``error``: why; raised, with what else failed, if none does."""
         nbytes, failed = whole_blocks(piece.nbytes), list[str]()
         with self._moving:
             now = self.file_of(piece.at)
             for spare in self.files:
-                if now is not None and spare.file is now:
+                if (now is not None and spare.file is now) or (spare.folder is None and not must_end):
                     continue
                 try:
                     file = spare.take(piece.at, nbytes)
                     write(file)
                     self._remap(piece.at, nbytes, file)
                 except OSError as other:
-                    failed.append(f"nor {spare.folder}: {_why(other)}")
+                    failed.append(f"nor {spare.where}: {_why(other)}")
                     continue
                 self._note(piece.at, piece.at + nbytes, file)
                 spare.taken_nbytes += nbytes
-                self._notices.append(f"{_why(error)}; it went to another file, in {spare.folder}")
+                self._notices.append(f"{_why(error)}; it went to {spare.where}")
                 return
         if not failed or error.errno is None:
             raise error

@@ -48,7 +48,6 @@ class DiskStore:
         self.folder = folder
         self.file = files.opened(folder)
         try:
-            self.file = files.coherent(self.file)
             first = None if beside is None else beside._requests
             self._mappings = Mappings()
             self.spares = Spares(self._mappings.remap)
@@ -126,10 +125,10 @@ class DiskStore:
         self._requests.read(transfers, verify)
         self.read_nbytes += sum(transfer.nbytes for transfer in transfers)
 
-    def write(self, moves: Iterable[Move]) -> None:
-        """Writes memory to the disk. Raises DiskError."""
+    def write(self, moves: Iterable[Move], must_end: bool = False) -> None:
+        """Writes memory to the disk. ``must_end``: these are updates of a step. Raises DiskError."""
         transfers = [self.transfer(move) for move in moves]
-        self._requests.write(transfers)
+        self._requests.write(transfers, must_end)
         self.written_nbytes += sum(transfer.nbytes for transfer in transfers)
 
     @property
@@ -140,12 +139,13 @@ class DiskStore:
     def write_behind(
         self, moves: Iterable[Move], submit: Callable[[Callable[[], None]], Future[None]], ended: Callable[[], None]
     ) -> None:
-        """Writes memory to the disk in another thread, as ``submit`` does, and calls ``ended`` there. Until then, whoever reads
-        or writes these parts of the file through this store waits. Raises DiskError; the future has that of the write."""
+        """Writes updates of a step to the disk in another thread, as ``submit`` does, and calls ``ended`` there. Until then,
+        whoever reads or writes these parts of the file through this store waits. Raises DiskError; the future has that of the
+        write."""
         transfers = [self.transfer(move) for move in moves]
 
         def write() -> None:
-            self._requests.write(transfers)
+            self._requests.write(transfers, must_end=True)
             self.written_nbytes += sum(transfer.nbytes for transfer in transfers)
             ended()
 

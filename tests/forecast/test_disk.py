@@ -52,16 +52,28 @@ def test_what_goes_straight_to_the_device_needs_no_slots_on_the_host(monkeypatch
         assert planned.planned.plan.certificate.bound_us <= planned.step_time_us
 
 
-@pytest.mark.slow
-def test_one_search_finds_a_plan_with_a_disk_and_its_bound_counts_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    searches, search = [], Candidates._search
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """The fixed homes of each search."""
+    homes, search = list[dict[str, str]](), Candidates._search
 
     def counted(candidates: Candidates, resident: Plan) -> list[Point]:
-        searches.append(dict(candidates.problem.fixed_homes))
+        homes.append(dict(candidates.problem.fixed_homes))
         return search(candidates, resident)
 
     monkeypatch.setattr(Candidates, "_search", counted)
     monkeypatch.setattr(forecast_request, "search_store", lambda problem: None)
+    return homes
+
+
+def test_a_host_without_room_for_what_cannot_go_to_disk_is_refused_after_one_search(searches: list[dict[str, str]]) -> None:
+    refused = forecast(memory="800KB", host="1MB", disk="1GB")  # optimizer.step() needs all weights and gradients at home
+    assert not refused.feasible and 'with update="backward", they may go to disk' in str(refused)
+    assert len(searches) == 1
+
+
+@pytest.mark.slow
+def test_one_search_finds_a_plan_with_a_disk_and_its_bound_counts_the_disk(searches: list[dict[str, str]]) -> None:
     planned = forecast(precision="bf16-master32", update="backward", memory="800KB", host="1.9MB", disk="1GB").planned
     assert planned is not None and planned.plan.certificate is not None
     plan = planned.plan

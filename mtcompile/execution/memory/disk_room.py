@@ -12,6 +12,7 @@ from mtcompile import knobs
 from mtcompile.execution.compiled import LiveFrames
 from mtcompile.execution.memory.fragments import parameter_homes
 from mtcompile.execution.memory.parameters import ParameterStore
+from mtcompile.machine.device import host_room
 from mtcompile.options import DiskBudget
 from mtcompile.passes.cuts.fragments.cut import homes_between
 from mtcompile.passes.planning.problem import Planned
@@ -64,14 +65,14 @@ def opened_store(disk: DiskBudget, parameters: ParameterStore, model_nbytes: int
     if parameters.disk is None:
         parameters.disk = DiskStore(disk.folder, piece_nbytes(model_nbytes), summed=knobs.disk_verified())
         parameters.disk.spare_here(disk.nbytes)
-        if disk.spare is not None:
-            parameters.disk.spares.files.append(Spare(disk.spare, lambda: 0))
+        named = [] if disk.spare is None else [Spare(disk.spare, lambda: 0)]
+        parameters.disk.spares.files += [*named, Spare(None, lambda: (host_room() or ("", 0))[1])]
     if planned.plan.disk_direct:
         direct_reader(parameters)
     nbytes = planned.schedule.resident_nbytes.get("disk", 0)  # activations have a file of their own
     parameters.disk.reserve(nbytes)
     if disk.spare is not None:
-        parameters.disk.spares.files[-1].reserve(nbytes)
+        parameters.disk.spares.files[-2].reserve(nbytes)
     return parameters.disk
 
 

@@ -40,6 +40,7 @@ from mtcompile.passes.analysis.state import UPDATE_SETS
 from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.step_graph import Fragment, calls, fragments_of, is_update, update
 from mtcompile.references import weakly
+from mtcompile.runtime.schedule import gib
 
 Kernel = Callable[..., Sequence[Tensor]]
 _ISSUING = 2  # threads that updates leave to those that issue kernels and copies
@@ -157,6 +158,7 @@ class UpdatesInBackward:
         whole, and as ``check_memory``."""
         self._threads = torch.get_num_threads()
         self._wholeness.check()
+        self._check_disk()
         if torch_private.inside_ddp():
             raise StepError(
                 'the model was called by DistributedDataParallel, to which update="backward" leaves no gradients to average; '
@@ -178,6 +180,7 @@ class UpdatesInBackward:
         whether this backward adds to its gradient. Raises StepError.
         """
         self._wholeness.check()
+        self._check_disk()
         parameters, optimizer = self._parameters(), self.optimizer
         assert optimizer is not None
         if parameters.keys() != planned:
@@ -205,6 +208,15 @@ class UpdatesInBackward:
             self._wholeness.steps + 1, self.options, optimizer, self.masters, parameters, groups, self._threads, self.grad_norm
         )
         self._backward.disk, self._backward.shares = self.disk, self.shares
+
+    def _check_disk(self) -> None:
+        """Raises StepError if updates are in memory that no file took."""
+        if self.disk is not None and (nbytes := self.disk.store.spares.in_memory_nbytes):
+            raise StepError(
+                f"the disk took no more writes, so {gib(nbytes)} of the last step's updates are in memory. That step has "
+                "ended: weights and state are whole. Save a checkpoint on another drive, and load it in a new process whose "
+                "disk= can be written"
+            )
 
     def settle(self) -> None:
         """Waits, after an error, until no update is read from disk or written there any more."""

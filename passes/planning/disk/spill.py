@@ -78,6 +78,13 @@ def _within_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_move:
         raise min(refused, error, key=lambda each: (each.tier != "host", each.minimum)) from None
 
 
+def hopelessly_short(problem: PlanningProblem) -> int:
+    """Returns the bytes that the host lacks even if all homes that may go to disk are there, and the device holds nothing but
+    training state."""
+    may_move = [] if problem.budgets.disk is None else [home for homes in _may_move(problem) for home in homes]
+    return surely_short(_with_homes(problem, may_move))
+
+
 def _dear(problem: PlanningProblem) -> list[str]:
     """Returns the homes that train whose updates on disk go through more of the host than is freed: those of the largest
     parameters, as many as leave least on the host once all others are on disk."""
@@ -128,7 +135,8 @@ def _with_any_on_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_
                 sent = _more(problem, order, sent, missing, more)
                 more *= 2 if error.causes else 1  # a search is worth more than one home
             except DoesNotFit as final:
-                spilled = Spilled() if refused is None else with_activations_on_disk(refused, find, roomy, _evenly)
+                hopeless = refused is None or hopelessly_short(problem) > 0
+                spilled = Spilled() if hopeless else with_activations_on_disk(refused, find, roomy, _evenly)
                 if spilled.fastest is not None:
                     return _judged(*spilled.fastest, problem)
                 if not searched:  # what is sure is that lean plans do not fit without a disk: a search may find one that does

@@ -18,6 +18,7 @@ import torch
 
 import mtcompile
 from mtcompile.errors import StepError
+from mtcompile.execution.memory import disk_room
 from mtcompile.runtime.disk.errors import DiskError, DiskFull
 from tests.helpers.disk.training import Model, adamw, compiled, on_disk, same, step
 from tests.helpers.stacks import WIDTH
@@ -172,13 +173,36 @@ def test_a_spare_folder_without_room_is_refused_before_anything_moves(tmp_path: 
 
 
 @pytest.mark.parametrize("many", MANY)
-def test_without_one_it_leaves_the_model_as_before_the_step_or_says_that_it_is_neither(many: int, tmp_path: Path) -> None:
+def test_without_one_its_step_ends_in_memory_and_no_other_begins(many: int, tmp_path: Path) -> None:
+    first = trained("model", tmp_path / "first")
+    count = written(first, tmp_path / "first")
+    for nth in moments(count, min(many, count)):
+        folder = tmp_path / f"disk{nth}"
+        both = trained("model", folder)
+        model, optimizer = both[:2]
+        with writes(folder, from_then_on(nth, errno.EROFS)), pytest.warns(UserWarning, match=r"file system; it went to memory"):
+            together(*both)
+        for _ in range(2):
+            with pytest.raises(StepError, match=r"took no more writes, so .* are in memory. That step has ended"):
+                step(model, optimizer)
+        x = torch.linspace(-1, 1, WIDTH).expand(16, -1).contiguous()
+        with torch.no_grad():
+            assert torch.equal(model(x), both[2](x))
+        same(*both)
+
+
+@pytest.mark.parametrize("many", MANY)
+def test_without_room_in_memory_it_leaves_the_model_as_before_the_step_or_says_that_it_is_neither(
+    many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_room, "host_room", lambda: ("available", 0))
     both, folder = trained("model", tmp_path), tmp_path
     model, optimizer = both[:2]
     count, left = written(both, folder), list[str]()
     for nth in moments(count, min(many, count)):
         saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-        told = pytest.raises(DiskError, match=r"write of .* failed: Read-only file system; nor .* expected a folder")
+        why = r"write of .* failed: Read-only file system; nor .* expected a folder.*; nor memory: expected room"
+        told = pytest.raises(DiskError, match=why)
         with writes(folder, from_then_on(nth, errno.EROFS)), told:
             step(model, optimizer)
         try:
