@@ -1,8 +1,9 @@
 """Compares the forms of a step within a budget: of those that could be the fastest, each is planned, and no others are.
 
 A form is left out if no plan of it can be faster than the best one: by the bound of its linear program, or by its time with
-everything on the device. One of a large step is not searched either if that bound is hardly lower than the best form's, and
-finer ones are not made once a bound rises. Others than the first are not made where it is so near to what any form could give
+everything on the device. One of a large step is not searched either if that bound is hardly lower than the best form's, or if
+a few quick plans of it are far slower; finer ones are not made once a bound rises. Of those that are left, the one with the
+fastest quick plan is searched first: most others then need no search. Others than the first are not made where it is so near to what any form could give
 that they are not worth it. By as much as these differences, a little more memory can be predicted to be slower.
 """
 
