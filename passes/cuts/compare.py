@@ -3,8 +3,9 @@
 A form is left out if no plan of it can be faster than the best one: by the bound of its linear program, or by its time with
 everything on the device. One of a large step is not searched either if that bound is hardly lower than the best form's, or if
 a few quick plans of it are far slower; finer ones are not made once a bound rises. Of those that are left, the one with the
-fastest quick plan is searched first: most others then need no search. Others than the first are not made where it is so near to what any form could give
-that they are not worth it. By as much as these differences, a little more memory can be predicted to be slower.
+fastest quick plan is searched first: most others then need no search. Others than the first are not made where it is so near
+to what any form could give that they are not worth it. By as much as these differences, a little more memory can be predicted
+to be slower.
 """
 
 from __future__ import annotations
