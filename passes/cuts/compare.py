@@ -33,7 +33,6 @@ from mtcompile.passes.step_graph import kernel_of, regions
 SMALL = 3000  # operations of a step whose other forms are made in about a second each
 _NEAR, _NEAR_LARGE = 1.02, 1.1  # of what any form could give: then others are not made of a small step, or of a large one
 _PROMISE = 0.998  # of the best form's bound: others that promise less are not searched
-_FAR = 1.15  # times the bound: a quick plan of the first form beyond it may be slower than another form's
 _HOPELESS = 1.2  # times the best plan: what quick plans of other forms take that are not searched; a search gains 1 to 7 %
 _STREAMED = 0.95  # of the time with everything on the device that is not fixed elsewhere: fetching farther ahead gains less
 _HALVINGS = 12  # between nothing and what a form's floor needs
@@ -103,6 +102,8 @@ def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
 
         def chain(finer: list[Form], taken: str | None) -> Iterator[S]:
             for form in finer:
+                if comparison.is_too_fine(form):
+                    return
                 if not forms.allows(form.cut) or not comparison.has_room_for(form):
                     continue
                 step = first if form == first.form else forms.cut(form)
@@ -130,6 +131,7 @@ class Comparison(Generic[S]):
         self.forms, self.allowed = forms, allowed
         self.fitting, self.refused = list[tuple[S, Planned]](), list[tuple[S, DoesNotFit]]()
         self._unlikely, self._considered, self._fewest = list[S](), dict[int, S](), dict[int, int]()
+        self._too_many_chunks = inf
         self._waiting, self._left_out = list[tuple[float, S]](), list[S]()  # those that wait: with the µs of a quick plan
 
     @property
@@ -156,8 +158,8 @@ class Comparison(Generic[S]):
 
     def _compare(self, coarsest: Iterable[S], chains: Iterable[Iterable[S]]) -> None:
         best = None
-        for form in coarsest:
-            self._consider(form)
+        for form in coarsest:  # how good its plan is says which others to make
+            self._consider(form, may_wait=False)
             if (best := self.best) is not None and best[1].plan.all_resident:
                 if not self.allowed.in_fragments or not streaming(best[1].schedule).staging_nbytes:
                     return
@@ -174,8 +176,10 @@ class Comparison(Generic[S]):
                     if least_us(form.candidates) >= lead[0]:
                         break
                     bound_us = form.candidates.bound_us(self.forms.limits.device, self.forms.limits.host)
-                    if self._goes_by_bounds(form) and before_us < bound_us < inf:
-                        break  # what finer forms spare is worth less and less
+                    if self._goes_by_bounds(form) and before_us < bound_us < inf:  # what finer forms spare is worth less
+                        if form.form == Form(form.form.chunks):
+                            self._too_many_chunks = min(self._too_many_chunks, form.form.chunks)
+                        break
                     before_us = bound_us
                 if lead is None and self._host_is_too_small():
                     return
@@ -184,7 +188,7 @@ class Comparison(Generic[S]):
                     if nbytes >= leanest and form.form.cut == UNCUT:  # more chunks or tiles need no less
                         break
                     leanest = min(leanest, nbytes)
-                self._consider(form)
+                self._consider(form, may_wait=True)
 
     def could_fit(self) -> bool:
         """Tells whether other forms could fit: not if the disk is too slow or too small, or if the host has no room for what it
@@ -203,6 +207,10 @@ class Comparison(Generic[S]):
             return False
         budgets = replace(problem.budgets, device=limits.device, host=limits.host, disk=limits.disk)
         return hopelessly_short(replace(problem, budgets=budgets)) > 0
+
+    def is_too_fine(self, form: Form) -> bool:
+        """Tells whether a form that is not made yet has more chunks than are worth what they spare."""
+        return form.chunks >= self._too_many_chunks
 
     def has_room_for(self, form: Form) -> bool:
         """Tells whether a form that is not made yet could fit, or need less than those that did not, by its logits alone."""
@@ -224,7 +232,7 @@ class Comparison(Generic[S]):
                 return
             self._attempt(form)
 
-    def _consider(self, form: S) -> None:
+    def _consider(self, form: S, may_wait: bool) -> None:
         if id(form) in self._considered:
             return
         self._considered[id(form)] = form
@@ -233,7 +241,7 @@ class Comparison(Generic[S]):
             self._unlikely.append(form)
         elif lead is not None and not self._is_worth_a_search(form, *lead):
             self._left_out.append(form)
-        elif ((quick_us := self._quick_us(form)) < inf or self._waiting) and self._can_wait(form, quick_us):
+        elif may_wait and self._can_wait(form) and ((quick_us := self._quick_us(form)) < inf or self._waiting):
             self._waiting.append((quick_us, form))
         else:
             self._attempt(form)
@@ -255,13 +263,10 @@ class Comparison(Generic[S]):
             return inf
         return form.candidates.quick_us(device)
 
-    def _can_wait(self, form: S, quick_us: float) -> bool:
+    def _can_wait(self, form: S) -> bool:
         """Tells whether to search a form when quick plans of all are known: not where quick plans may not fit, as they do not
-        count what they need of the host. Of the first form, a search tells better than a quick plan which others to make."""
-        limits, candidates = self.forms.limits, form.candidates
-        if limits.host is not None or fits(candidates.resident.plan, limits):
-            return False
-        return self._lead is not None or quick_us > _FAR * candidates.bound_us(limits.device, None)
+        count what they need of the host."""
+        return self.forms.limits.host is None and not fits(form.candidates.resident.plan, self.forms.limits)
 
     def _plan_waiting(self) -> None:
         """Plans the forms that wait, those with the fastest quick plans first. If none of them can be run, plans what was left

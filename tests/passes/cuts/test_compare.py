@@ -72,7 +72,18 @@ def test_a_form_whose_bound_is_hardly_lower_is_not_searched(monkeypatch: pytest.
 
 
 def test_finer_forms_are_left_out_once_the_bound_rises(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert searched(monkeypatch, chunks(1, 100), chunks(4, 90), chunks(16, 95), chunks(64, 80)) == [1, 4]
+    forms = chunks(1, 100), chunks(4, 90), chunks(16, 95), chunks(64, 80)
+    assert searched(monkeypatch, *forms) == [1, 4]
+
+
+def test_no_form_has_more_chunks_once_the_bound_rises_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "is_near", lambda *about: False)
+    monkeypatch.setattr(compare, "is_small", lambda *about: False)
+    planned = SimpleNamespace(plan=SimpleNamespace(total_us=120.0, all_resident=False))
+    forms: Any = SimpleNamespace(find=lambda form: planned, limits=Budgets(1, None, 0))
+    comparison: Comparison[Any] = Comparison(forms, Allowed())
+    comparison.run([chunks(1, 100)], [iter((chunks(1, 100), chunks(4, 90), chunks(16, 95)))])
+    assert [comparison.is_too_fine(Form(count, tiles=4)) for count in (1, 4, 16, 64)] == [False, False, True, True]
 
 
 def test_fragments_that_were_asked_for_are_compared_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,11 +96,9 @@ def test_a_form_whose_quick_plans_are_much_slower_is_not_searched(monkeypatch: p
 
 
 def test_the_form_with_the_fastest_quick_plan_is_searched_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, fast, middle = chunks(1, 100, 130, 140), chunks(4, 95, 105, 110), chunks(16, 90, 110, 120)
-    assert searched(monkeypatch, slow, fast, middle) == [4, 16]
-    assert searched(monkeypatch, slow, fast, middle, host=1) == [1, 4, 16]  # quick plans may not fit there
-    near, other, faster = chunks(1, 100, 130, 114), chunks(4, 95, 105, 112), chunks(16, 90, 110, 108)
-    assert searched(monkeypatch, near, other, faster) == [1, 16]  # the first form comes first if it is near its bound
+    first, slow, fast = chunks(1, 100, 130), chunks(4, 95, 120, 120), chunks(16, 90, 94, 110)
+    assert searched(monkeypatch, first, slow, fast) == [1, 16]
+    assert searched(monkeypatch, first, slow, fast, host=1) == [1, 4, 16]  # quick plans may not fit there
 
 
 def test_a_form_is_searched_if_no_quick_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
