@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import networkx
 import torch
 from torch import fx
 
@@ -137,8 +136,11 @@ def _own(joint: fx.GraphModule, micro: Micro) -> set[fx.Node]:
 
 
 def _depending(joint: fx.GraphModule, inputs: list[fx.Node]) -> set[fx.Node]:
-    flow = networkx.DiGraph((operand, node) for node in joint.graph.nodes for operand in node.all_input_nodes)
-    return set(inputs).union(*(networkx.descendants(flow, value) for value in inputs if value in flow))
+    depending = set(inputs)
+    for node in joint.graph.nodes:
+        if not depending.isdisjoint(node.all_input_nodes):
+            depending.add(node)
+    return depending
 
 
 def repeat(joint: fx.GraphModule, micro: Micro, joining: Joining) -> fx.GraphModule:
