@@ -16,8 +16,8 @@ from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
 from mtcompile.passes.plan import Decision, Plan, Updates
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.climbs.climb import Limits, differ
 from mtcompile.passes.planning.evaluate import identity
-from mtcompile.passes.planning.figures.climb import differ
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
 from mtcompile.passes.planning.ladders import waiting_less
 from mtcompile.passes.planning.linear.homes import home_costs
@@ -241,7 +241,7 @@ def test_updates_that_need_not_wait_for_the_last_cast_are_seen() -> None:
     assert candidates.best(least.peak_bytes["device"], host).plan.total_us <= least.total_us
     points = candidates._points
     assert any(point.plan.updates and not point.plan.updates.patient for point in points)
-    climbs = {7: points[-1].plan}
+    climbs = {Limits(7): points[-1].plan, Limits(7, 8): points[-1].plan}
     again = searched_from_json(searched_to_json(points, climbs, candidates.ladders), candidates.base, candidates.ladders)
     assert [point.plan for point in again[0]] == [point.plan for point in points] and again[1] == climbs
 
