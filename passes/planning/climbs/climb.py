@@ -22,6 +22,7 @@ from mtcompile.passes.planning.ladders import (
     WaitKind,
     activation_decision,
     at_home_by_rank,
+    crossing_by_size,
     kept_positions,
     loading,
     variant_decision,
@@ -237,6 +238,8 @@ def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list
     homes = [_of_homes(each, sizes) for each in by_size.values()]
     loads = [_loads(blocks)] if host else []
     of_blocks = [_of_blocks(each, host, host and differ(blocks)) for each in alike.values()]
+    if differ(blocks):  # so that those of single blocks, which are many, do not come before all others
+        return [_waits_together(sizes), *loads, _ahead, *homes, *of_blocks, _waits(by_size, sizes)]
     return [*homes, _ahead, *of_blocks, _waits(by_size, sizes), *loads]
 
 
@@ -322,11 +325,30 @@ def _waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Mo
     return neighbours
 
 
-def _loads(blocks: Sequence[Block]) -> Move:
-    """Lets what all blocks keep at home, of one rank by size, come back ahead that comes late, or late that comes ahead."""
+def _waits_together(sizes: Mapping[str, int]) -> Move:
+    """Lets homes that follow one another in the step no longer wait in the backward: all of them, or a half, a quarter, and so
+    on to one alone. There may be room beside some blocks, however large their homes are, and none beside others; and what a
+    single home gains may be lost to the next one that waits."""
+    homes, parts = list(sizes), [1 << power for power in range(len(sizes).bit_length())]
+    spans = [homes[len(homes) * i // count : len(homes) * (i + 1) // count] for count in parts for i in range(count)]
+    kinds: tuple[WaitKind, ...] = ("return", "gradients")
 
     def neighbours(plan: Plan) -> Iterator[Plan]:
-        ranks = at_home_by_rank(plan, blocks) if plan.lookahead else []
+        tiers = dict(zip(homes, plan.tiers(homes), strict=True)) if plan.lookahead else {}
+        waits = {home for home, tier in tiers.items() if tier == "host" and (plan.returns_late(home) or plan.frees_early(home))}
+        for span in spans:
+            if waits & set(span):
+                yield plan.with_decisions([d for kind in kinds for d in waiting(kind, span, sizes, False, _WHY)])
+
+    return neighbours
+
+
+def _loads(blocks: Sequence[Block]) -> Move:
+    """Lets what all blocks keep at home, of one rank by size, or what leaves them and is equally large, come back ahead that
+    comes late, or late that comes ahead."""
+
+    def neighbours(plan: Plan) -> Iterator[Plan]:
+        ranks = [*at_home_by_rank(plan, blocks), *crossing_by_size(plan, blocks)] if plan.lookahead else []
         for late in (True, False):  # what comes late now, first
             for values in ranks:
                 if any(plan.loads_late(value.name) for value in values) == late:

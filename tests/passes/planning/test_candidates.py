@@ -163,6 +163,17 @@ def test_near_the_floor_only_the_backward_waits() -> None:
     assert any(ladder[0].decisions == each[0].decisions for each in candidates.ladders)
 
 
+def test_values_that_come_back_late_leave_room_to_fetch_ahead_in_the_forward() -> None:
+    """They need less than plans in which only homes wait, and are faster than those that fetch nothing ahead."""
+    candidates = Candidates(PlanningProblem(skips(), SLOW, Budgets(updates=Updates(run_ahead=True))))
+    leaving = [value.name for block in candidates.blocks for value in block.crossing]
+    late = next(ladder for ladder in candidates._by_density if all(map(ladder[0].loads_late, leaving)))
+    plans = [candidates.evaluate(plan).plan for plan in late]
+    none_ahead = candidates.evaluate(replace(late[0], lookahead=0)).plan
+    assert plans[0].peak_bytes["device"] < plans[-1].peak_bytes["device"]
+    assert plans[0].lookahead == 1 and plans[0].total_us < none_ahead.total_us
+
+
 @pytest.mark.slow
 def test_one_program_serves_all_budgets() -> None:
     """What was solved before makes no difference."""
