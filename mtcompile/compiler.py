@@ -34,10 +34,11 @@ from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts import compare
-from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, in_rows
+from mtcompile.passes.cuts.form import Form, cut_joint, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
-from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
+from mtcompile.passes.cuts.quick import QuickCandidates
+from mtcompile.passes.joint.accumulate import Micro, joining_of, repeat
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.joint.exceptions import contract
 from mtcompile.passes.joint.normalize import normalize
@@ -163,20 +164,20 @@ def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
 
 
 def rewrite_joint(
-    joint: fx.GraphModule, precision: Precision, fuses: bool, form: Form = WHOLE, micro: Micro | None = None
+    joint: fx.GraphModule, precision: Precision, fuses: bool, form: Form, micro: Micro | None, shared: Shared
 ) -> JointStep:
     """Returns ``joint`` cut as ``form`` says, and repeated for all micro-batches. Raises CaptureError."""
-    rewritten, form, changed = cut_joint(joint, form)
+    rewritten, form, changed = cut_joint(joint, form, shared.rewritten)
     numerics = [precision.contract(), *contract(joint, fuses, changed)]
     if micro is not None:
         try:
-            weights = weights_of(joint, micro)
-            rewritten = repeat(rewritten, micro, weights)
+            joining = joining_of(joint, micro)
+            rewritten = repeat(rewritten, micro, joining)
         except NotImplementedError as error:
-            raise CaptureError(f"accumulate={micro.count}: the model has {error}; accumulate by hand") from None
-        summed, shares = " in fp32" if micro.wide else "", ", ".join(dict.fromkeys(map(str, weights.values())))
+            raise CaptureError(f"accumulate={micro.count}: the model has {error}; or pass accumulate=1") from None
+        summed, shares = " in fp32" if micro.wide else "", ", ".join(dict.fromkeys(map(str, joining.weights.values())))
         numerics.append(f"{micro.count} micro-batches, their gradients added up{summed} in their order, {shares}")
-    return JointStep(rewritten, "; ".join(numerics), form)
+    return JointStep(rewritten, "; ".join(numerics), form, shared)
 
 
 def planning_problem(
@@ -248,8 +249,8 @@ class _Form:
         return self.joint.form
 
     @functools.cached_property
-    def candidates(self) -> Candidates:
-        return Candidates(self.forms.problem(self.joint), _tell)
+    def candidates(self) -> QuickCandidates:
+        return QuickCandidates(self.forms.problem(self.joint), _tell)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +269,7 @@ class _Forms:
 
     def rewritten(self, form: Form) -> JointStep:
         options = self.target.options
-        return rewrite_joint(self.joint, options.precision, options.fuses, form, self.step.micro)._replace(shared=self.shared)
+        return rewrite_joint(self.joint, options.precision, options.fuses, form, self.step.micro, self.shared)
 
     def problem(self, joint: JointStep) -> PlanningProblem:
         target, apart = self.target, self.target.options.disk is None
@@ -390,8 +391,7 @@ def plan_beside(problem: PlanningProblem, policy: str, beside: int) -> tuple[Pla
             raise
         low = error.minimum
     tried = [planned_within(low + (high - low) * part // _PARTS) for part in range(_PARTS)]
-    roomy = [each for each in tried if leaves_room(problem.budgets, each[1].schedule, beside)]
-    if roomy:
+    if roomy := [each for each in tried if leaves_room(problem.budgets, each[1].schedule, beside)]:
         return min(roomy, key=lambda each: each[1].plan.total_us)
     raise shortage_beside(problem.budgets, tried[0][1].schedule, beside)
 

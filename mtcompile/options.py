@@ -120,8 +120,8 @@ class Options:
                 last = "exact"
             if self.embeddings == "auto":
                 last_embeddings = "used"
-        asked = self.cuts is not None
-        return Allowed(self.loss_chunks, self.tiles, self.cuts, self.embeddings, last, last_embeddings, begins, asked)
+        asked, fuses = self.cuts is not None, self.fuses
+        return Allowed(self.loss_chunks, self.tiles, self.cuts, self.embeddings, last, last_embeddings, begins, asked, fuses)
 
     def check_form(self, form: Form) -> None:
         """Raises CaptureError if a training graph, in this form, has nothing of what was to be cut."""

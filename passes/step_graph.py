@@ -147,13 +147,18 @@ def restride(x: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) ->
 
 def is_random(node: fx.Node) -> bool:
     """True for an operation that advances a generator (a replayed one does not; attention without dropout does not)."""
-    if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if node.op != "call_function" or not _may_be_random(node.target):
         return False
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name == "dropout_p":
             given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
             return given != 0.0
     return True
+
+
+@functools.cache
+def _may_be_random(target: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def is_check(node: fx.Node) -> bool:

@@ -16,27 +16,54 @@ class Stopped(Exception):
     """Raised in a queue when another one has failed, whose error is the one to report."""
 
 
+class Gate:
+    """Opens once. Unlike ``threading.Event``, it can be waited for through an interrupt: one that comes when Python code has
+    just taken a lock leaves it taken, one at the ``with`` of a lock itself does not."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._closed = threading.Lock()
+        self._closed.acquire()
+
+    def open(self) -> None:
+        self.is_open = True
+        self._closed.release()
+
+    def wait(self) -> None:
+        while not self.is_open:
+            with self._closed:
+                pass
+
+    def wait_for(self, seconds: float) -> bool:
+        """Waits at most so long. Tells whether it is open. For one thread."""
+        if not self.is_open and self._closed.acquire(timeout=seconds):
+            self._closed.release()
+        return self.is_open
+
+
 class Progress:
-    """The index of the last completed instruction per queue. One number is enough, since a queue is first in, first out."""
+    """The index of the last completed instruction per queue. One number is enough, since a queue is first in, first out.
+    The lock is taken by ``with``, as ``Gate`` says why."""
 
     def __init__(self) -> None:
         self.completed: dict[str, int] = {}
-        self.changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self.failure: BaseException | None = None
         self.interrupted = False  # the thread that waits for the phase was
 
     def wait(self, queue: str, index: int) -> None:
         """Wait until that instruction is complete. Raises Stopped if any queue fails first."""
-        with self.changed:
+        with self._lock:
             while self.completed.get(queue, -1) < index:
                 if self.failure is not None:
                     raise Stopped
-                self.changed.wait()
+                self._changed.wait()
 
     def complete(self, queue: str, index: int) -> None:
-        with self.changed:
+        with self._lock:
             self.completed[queue] = index
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -47,10 +74,10 @@ class Progress:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        with self.changed:
+        with self._lock:
             if self.failure is None or isinstance(self.failure, Stopped):
                 self.failure = error
-            self.changed.notify_all()
+            self._changed.notify_all()
 
 
 class Worker(threading.Thread):
@@ -61,23 +88,23 @@ class Worker(threading.Thread):
         # An interpreter that ends waits for queue host, which a phase may leave running.
         super().__init__(name=f"mtcompile-{queue}", daemon=queue != "host")
         self._drain, self._queue, self._progress = drain, queue, progress
-        self._begun, self._ended = threading.Event(), threading.Event()
+        self._begun, self._ended = Gate(), Gate()
 
     def run(self) -> None:
-        self._begun.set()
+        self._begun.open()
         try:
             self._drain(self._queue)
         finally:
-            self._ended.set()
+            self._ended.open()
 
     @property
     def ended(self) -> bool:
-        return self._ended.is_set()
+        return self._ended.is_open
 
     def settle(self) -> None:
         """Wait, as ``wait`` does, for one whose start may have failed. After a failure, one that begins later than this waits
         meets that failure and does nothing."""
-        if self._begun.wait(_LATEST_START_S):
+        if self._begun.wait_for(_LATEST_START_S):
             self.wait()
         else:  # an interrupted start may leave it in Python's list of threads for good: it need not hold a step's memory
             self._drain = lambda queue: None
@@ -86,7 +113,7 @@ class Worker(threading.Thread):
         """Wait until it has ended, even through an interrupt, which is raised then: a queue that nobody waits for would go on
         writing weights."""
         interrupt: BaseException | None = None
-        while not self._ended.is_set():
+        while not self._ended.is_open:
             try:
                 self._ended.wait()
             except BaseException as error:

@@ -16,7 +16,6 @@ from torch import nn
 
 from mtcompile.cache import search_store
 from mtcompile.errors import MtcompileError
-from mtcompile.forecast.quick import QuickCandidates
 from mtcompile.forecast.request import (
     AssumedPlacement,
     ForecastRequest,
@@ -32,6 +31,7 @@ from mtcompile.optim.backward.checks import check_optimizer
 from mtcompile.optim.state_sizes import optimizer_named, state_copies
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
+from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk

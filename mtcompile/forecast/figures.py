@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +62,7 @@ def figures(request: ForecastRequest, sized: SizedStep, planned: Planned | DoesN
     )
     if isinstance(planned, DoesNotFit):
         refused = _refused(request, sized, unplanned, budgets, planned)
+        refused = replace(refused, notes=_notes(request, sized, candidates.problem.step))
         if not request.force:
             return refused
         least = candidates.least()
@@ -72,10 +74,14 @@ def figures(request: ForecastRequest, sized: SizedStep, planned: Planned | DoesN
 
 def _with_notes(request: ForecastRequest, sized: SizedStep, planned: Planned) -> Planned:
     """Adds to a plan in fragments which large weights stay whole, and why."""
-    if not fragments_of(planned.step):
-        return planned
-    told = told_whole(sized.captured, sized.form.cut, planned.step, request.allowed(sized.captured).begins)
-    return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *told)))
+    notes = _notes(request, sized, planned.step)
+    return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *notes))) if notes else planned
+
+
+def _notes(request: ForecastRequest, sized: SizedStep, step: fx.GraphModule) -> tuple[str, ...]:
+    if not fragments_of(step):
+        return ()
+    return tuple(told_whole(sized.captured, sized.form.cut, step, request.allowed(sized.captured).begins))
 
 
 def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
@@ -117,7 +123,7 @@ def _with_plan(unplanned: Forecast, candidates: Candidates, planned: Planned) ->
         disk_direct=plan.disk_direct,
         certificate=plan.certificate,
         gap=plan.gap,
-        notes=plan.notes,
+        notes=(*unplanned.notes, *plan.notes),
         planned=planned,
     )
 
@@ -183,8 +189,11 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
     if more is not None:
         more *= ranks.get(other, 1)
         ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")
-    then = candidates.best(*((error.minimum, None) if tier == "device" else (None, error.minimum))).plan.total_us
-    ways.append(f"{tier} memory of {gib(minimum)} ({minimum} bytes) or more: {time_of(then)} a step then")
+    then = ""
+    with contextlib.suppress(DoesNotFit):  # it may take a disk too
+        best = candidates.best(*((error.minimum, None) if tier == "device" else (None, error.minimum)))
+        then = f": {time_of(best.plan.total_us)} a step then"
+    ways.append(f"{tier} memory of {gib(minimum)} ({minimum} bytes) or more{then}")
     if tier == "host":
         return replace(unplanned, short_bytes=short, ways_out=tuple(ways))
     ways.append('fewer tokens a step: solve="batch" or solve="seq" finds how many fit')

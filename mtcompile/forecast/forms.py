@@ -15,6 +15,7 @@ from mtcompile.forecast.request import (
     ForecastRequest,
     SizedStep,
     budgets_of,
+    exactly_in_form,
     fastest,
     first_form,
     in_form,
@@ -135,8 +136,7 @@ class _Forms:
 def _cut(request: ForecastRequest, forms: StepForms, form: Form) -> SizedStep | None:
     """Returns the step in a form; None if it cannot be cut so."""
     if form not in forms.by_form:
-        sized = in_form(request, forms.first, form)
-        forms.by_form[form] = sized if sized.joint.form == form else None
+        forms.by_form[form] = exactly_in_form(request, forms.first, form)
     return forms.by_form[form]
 
 

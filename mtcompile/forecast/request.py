@@ -34,13 +34,15 @@ from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
 from mtcompile.passes.cuts.compare import SMALL
 from mtcompile.passes.cuts.form import AUTO, WHOLE, Allowed, Form, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, homes_between
+from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.accumulate import Micro
 from mtcompile.passes.joint.build import InputHomes
+from mtcompile.passes.joint.loss_head import logits_nbytes
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import homes_of_rows
 from mtcompile.passes.planning.problem import Planned, PlanningProblem, Progress
-from mtcompile.passes.step_graph import inputs_of, span_nbytes, storage_nbytes
+from mtcompile.passes.step_graph import inputs_of, span_nbytes
 from mtcompile.runtime.disk.store import piece_nbytes, staging_nbytes
 from mtcompile.torch_private import building_on_meta, building_without_memory, without_memory
 
@@ -88,7 +90,7 @@ class SizedStep:
     """A step of ``size``, which is (batch, seq), and its candidate plans. ``captured``: its joint graph before any rewrite.
     ``changed``: candidates of the same step graph on another machine or with other updates, which were asked for before."""
 
-    candidates: Candidates
+    candidates: QuickCandidates
     captured: fx.GraphModule
     joint: JointStep
     tokens: int
@@ -166,6 +168,12 @@ def in_form(request: ForecastRequest, sized: SizedStep, form: Form) -> SizedStep
     return _in_form(request, sized.captured, (sized.tokens, sized.size), form, shared=sized.joint.shared)
 
 
+def exactly_in_form(request: ForecastRequest, sized: SizedStep, form: Form) -> SizedStep | None:
+    """Returns a captured step in another form; None where not all of that can be cut."""
+    joint = _rewritten(request, sized.captured, form, sized.joint.shared or Shared())
+    return _candidates(request, sized.captured, (sized.tokens, sized.size), joint) if joint.form == form else None
+
+
 def sized_in_rows(request: ForecastRequest, sized: SizedStep, embeddings: str = "auto") -> SizedStep | None:
     """Returns a step that takes only those rows of embeddings that a batch names, as ``compile`` would with ``embeddings``;
     None where all rows are as well."""
@@ -179,7 +187,8 @@ def in_micro_batches(request: ForecastRequest, sized: SizedStep, times: int) -> 
     """Returns the step of a batch that is ``times`` as large, in as many more micro-batches of the size that was captured."""
     (batch, seq), accumulate = sized.size, times * request.accumulate
     more = sized.tokens * times, (batch * times, seq)
-    return _in_form(replace(request, accumulate=accumulate), sized.captured, more, sized.joint.form)
+    asked, form, shared = replace(request, accumulate=accumulate), sized.joint.form, sized.joint.shared
+    return _in_form(asked, sized.captured, more, form, shared=shared)
 
 
 def _in_form(
@@ -190,10 +199,13 @@ def _in_form(
     like: SizedStep | None = None,
     shared: Shared | None = None,
 ) -> SizedStep:
-    micro = _micro(captured, request) if request.accumulate > 1 else None
-    joint = rewrite_joint(captured, request.precision, fuses=False, form=form, micro=micro)
-    joint = joint._replace(shared=shared or Shared())
+    joint = _rewritten(request, captured, form, shared or Shared())
     return _candidates(request, captured, tokens_and_size, joint, like)
+
+
+def _rewritten(request: ForecastRequest, captured: fx.GraphModule, form: Form, shared: Shared) -> JointStep:
+    micro = _micro(captured, request) if request.accumulate > 1 else None
+    return rewrite_joint(captured, request.precision, False, form, micro, shared)
 
 
 def _candidates(
@@ -205,7 +217,8 @@ def _candidates(
 ) -> SizedStep:
     placement = AssumedPlacement(request.budgets, request.make_optimizer, request.ranks)
     problem = planning_problem(joint, placement, request.machine, like=like.joint.graph if like else None)
-    return SizedStep(Candidates(problem, request.progress, search_store(problem)), captured, joint, *tokens_and_size)
+    candidates = QuickCandidates(problem, request.progress, search_store(problem))
+    return SizedStep(candidates, captured, joint, *tokens_and_size)
 
 
 def budgets_of(request: ForecastRequest, sized: SizedStep) -> Budgets:
@@ -377,12 +390,6 @@ def _chunks(joint: fx.GraphModule, device: int | None) -> int:
     if device is None or nbytes < device * _LARGE_HEAD:
         return 1
     return int(min(AUTO[-1], 2 ** ceil(log2(nbytes / max(1.0, device * _LARGE_HEAD)))))
-
-
-def logits_nbytes(joint: fx.GraphModule) -> int:
-    """Returns the bytes of the largest logits; 0 if there are none."""
-    logits = [n for n in joint.graph.nodes if n.target is torch.ops.aten._log_softmax.default]
-    return max((storage_nbytes(node.meta["val"]) for node in logits), default=0)
 
 
 def tokens_of(data: Mapping[str, Any]) -> int:

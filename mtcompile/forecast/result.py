@@ -178,7 +178,8 @@ def _lines(f: Forecast) -> list[str]:
         lines.append(
             f"  smallest device memory that works, cut as here: {gib(f.minimum_device_bytes)} (--solve memory tries every cut)"
         )
-        lines += [f"  note: {note}" for note in f.notes]
+    lines += [f"  note: {note}" for note in f.notes]
+    if f.planned is not None:
         lines.append(f"  numerics: {f.numerics}")
     for tier, expression in (f.peak_expressions or {}).items():
         lines.append(f"  bytes of {tier}, at least needed: {expression}")

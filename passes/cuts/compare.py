@@ -1,13 +1,16 @@
 """Compares the forms of a step within a budget: of those that could be the fastest, each is planned, and no others are.
 
 A form is left out if no plan of it can be faster than the best one: by the bound of its linear program, or by its time with
-everything on the device. One of a large step is not searched either if that bound is hardly lower than the best form's, and
-finer ones are not made once a bound rises. Others than the first are not made where it is so near to what any form could give
-that they are not worth it. By as much as these differences, a little more memory can be predicted to be slower.
+everything on the device. One of a large step is not searched either if that bound is hardly lower than the best form's, or if
+a few quick plans of it are far slower; finer ones are not made once a bound rises. Of those that are left, the one with the
+fastest quick plan is searched first: most others then need no search. Others than the first are not made where it is so near
+to what any form could give that they are not worth it. By as much as these differences, a little more memory can be predicted
+to be slower.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import inf
@@ -19,15 +22,18 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.form import Allowed, Form, chains_of_forms
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, possible_cuts
 from mtcompile.passes.cuts.fragments.figures import streaming
-from mtcompile.passes.plan import Plan
+from mtcompile.passes.cuts.quick import QuickCandidates
+from mtcompile.passes.joint.loss_head import logits_nbytes
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import hopelessly_short
+from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
 from mtcompile.passes.step_graph import kernel_of, regions
 
 SMALL = 3000  # operations of a step whose other forms are made in about a second each
 _NEAR, _NEAR_LARGE = 1.02, 1.1  # of what any form could give: then others are not made of a small step, or of a large one
 _PROMISE = 0.998  # of the best form's bound: others that promise less are not searched
+_HOPELESS = 1.2  # times the best plan: what quick plans of other forms take that are not searched; a search gains 1 to 7 %
 _STREAMED = 0.95  # of the time with everything on the device that is not fixed elsewhere: fetching farther ahead gains less
 _HALVINGS = 12  # between nothing and what a form's floor needs
 
@@ -39,7 +45,7 @@ class FormOfStep(Protocol):
     def form(self) -> Form: ...
 
     @property
-    def candidates(self) -> Candidates: ...
+    def candidates(self) -> QuickCandidates: ...
 
 
 S = TypeVar("S", bound=FormOfStep)
@@ -96,7 +102,9 @@ def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
 
         def chain(finer: list[Form], taken: str | None) -> Iterator[S]:
             for form in finer:
-                if not forms.allows(form.cut):
+                if comparison.is_too_fine(form):
+                    return
+                if not forms.allows(form.cut) or not comparison.has_room_for(form):
                     continue
                 step = first if form == first.form else forms.cut(form)
                 if step is not None and taken is not None:
@@ -123,6 +131,8 @@ class Comparison(Generic[S]):
         self.forms, self.allowed = forms, allowed
         self.fitting, self.refused = list[tuple[S, Planned]](), list[tuple[S, DoesNotFit]]()
         self._unlikely, self._considered, self._fewest = list[S](), dict[int, S](), dict[int, int]()
+        self._too_many_chunks = inf
+        self._waiting, self._left_out = list[tuple[float, S]](), list[S]()  # those that wait: with the µs of a quick plan
 
     @property
     def best(self) -> tuple[S, Planned] | None:
@@ -134,38 +144,51 @@ class Comparison(Generic[S]):
         """The form with the smallest way to go, with its refusal."""
         return min(self.refused, key=lambda each: way_to_go(each[1].tier, each[1].minimum))
 
+    @property
+    def _lead(self) -> tuple[float, S] | None:
+        """The form with the fastest plan so far, and its µs: found by a search, or quickly where a search may follow."""
+        found = [(planned.plan.total_us, form) for form, planned in self.fitting]
+        return min(found + self._waiting, key=lambda each: each[0], default=None)
+
     def run(self, coarsest: Iterable[S], chains: Iterable[Iterable[S]]) -> None:
         """Compares some forms. ``chains``: of finer and finer forms, each of which takes longer than the one before if memory
         does not matter."""
+        self._compare(coarsest, chains)
+        self._plan_waiting()
+
+    def _compare(self, coarsest: Iterable[S], chains: Iterable[Iterable[S]]) -> None:
         best = None
-        for form in coarsest:
-            self._consider(form)
+        for form in coarsest:  # how good its plan is says which others to make
+            self._consider(form, may_wait=False)
             if (best := self.best) is not None and best[1].plan.all_resident:
                 if not self.allowed.in_fragments or not streaming(best[1].schedule).staging_nbytes:
                     return
-        if best is None and not self.could_fit():
+        if self._lead is None and not self.could_fit():
             return
         if best is not None and not self.allowed.in_fragments:
-            if self.allowed.alone or is_near(best[0].candidates, self.forms.limits, best[1].plan):
+            near = best[1].plan.all_resident or is_near(best[0].candidates, self.forms.limits, best[1].plan.total_us)
+            if near or self.allowed.alone:
                 return
         for chain in chains:
             leanest, before_us = inf, inf
             for form in chain:
-                if (best := self.best) is not None:
-                    if least_us(form.candidates) >= best[1].plan.total_us:
+                if (lead := self._lead) is not None:
+                    if least_us(form.candidates) >= lead[0]:
                         break
                     bound_us = form.candidates.bound_us(self.forms.limits.device, self.forms.limits.host)
-                    if self._goes_by_bounds(form) and before_us < bound_us < inf:
-                        break  # what finer forms spare is worth less and less
+                    if self._goes_by_bounds(form) and before_us < bound_us < inf:  # what finer forms spare is worth less
+                        if form.form == Form(form.form.chunks):
+                            self._too_many_chunks = min(self._too_many_chunks, form.form.chunks)
+                        break
                     before_us = bound_us
-                if best is None and self._host_is_too_small():
+                if lead is None and self._host_is_too_small():
                     return
-                if best is None and not self.allowed.alone:
+                if lead is None and not self.allowed.alone and not self._may_fit(form):
                     nbytes = self._least_nbytes(form)
                     if nbytes >= leanest and form.form.cut == UNCUT:  # more chunks or tiles need no less
                         break
                     leanest = min(leanest, nbytes)
-                self._consider(form)
+                self._consider(form, may_wait=True)
 
     def could_fit(self) -> bool:
         """Tells whether other forms could fit: not if the disk is too slow or too small, or if the host has no room for what it
@@ -185,6 +208,20 @@ class Comparison(Generic[S]):
         budgets = replace(problem.budgets, device=limits.device, host=limits.host, disk=limits.disk)
         return hopelessly_short(replace(problem, budgets=budgets)) > 0
 
+    def is_too_fine(self, form: Form) -> bool:
+        """Tells whether a form that is not made yet has more chunks than are worth what they spare."""
+        return form.chunks >= self._too_many_chunks
+
+    def has_room_for(self, form: Form) -> bool:
+        """Tells whether a form that is not made yet could fit, or need less than those that did not, by its logits alone."""
+        device = self.forms.limits.device
+        least = min((error.minimum for _, error in self.refused if error.tier == "device"), default=0)
+        return device is None or self.allowed.fuses or self._logits_nbytes // form.chunks <= max(device, least)
+
+    @functools.cached_property
+    def _logits_nbytes(self) -> int:
+        return logits_nbytes(self.forms.captured)
+
     def plan_unlikely(self) -> None:
         """Plans forms that were not since they cannot fit the device: those that need less of it by their linear programs come
         first, until one fits or none can need less."""
@@ -195,25 +232,61 @@ class Comparison(Generic[S]):
                 return
             self._attempt(form)
 
-    def _consider(self, form: S) -> None:
+    def _consider(self, form: S, may_wait: bool) -> None:
         if id(form) in self._considered:
             return
         self._considered[id(form)] = form
-        limits, best = self.forms.limits, self.best
-        if best is not None:
-            if could_be_faster(form.candidates, limits, best[1].plan) and (
-                not self._goes_by_bounds(form) or promises_more(form.candidates, limits, best[0].candidates)
-            ):
-                self._attempt(form)
-        elif self._must_fit(form) and form.candidates.bound_us(limits.device, None) == inf:
+        lead = self._lead
+        if lead is None and self._must_fit(form) and not self._may_fit(form):
             self._unlikely.append(form)
+        elif lead is not None and not self._is_worth_a_search(form, *lead):
+            self._left_out.append(form)
+        elif may_wait and self._can_wait(form) and ((quick_us := self._quick_us(form)) < inf or self._waiting):
+            self._waiting.append((quick_us, form))
         else:
+            self._attempt(form)
+
+    def _is_worth_a_search(self, form: S, us: float, best: S) -> bool:
+        """Tells whether a form may have a plan that is faster than the ``us`` of one of the ``best`` form."""
+        if not could_be_faster(form.candidates, self.forms.limits, us):
+            return False
+        if not self._goes_by_bounds(form):
+            return True
+        if not promises_more(form.candidates, self.forms.limits, best.candidates):
+            return False
+        return not _HOPELESS * us < self._quick_us(form) < inf
+
+    def _quick_us(self, form: S) -> float:
+        """Returns the µs of a quick plan of a form that goes by bounds; infinite where that says nothing."""
+        device = self.forms.limits.device
+        if device is None or self.forms.limits.disk is not None or self.allowed.alone or not self._goes_by_bounds(form):
+            return inf
+        return form.candidates.quick_us(device)
+
+    def _can_wait(self, form: S) -> bool:
+        """Tells whether to search a form when quick plans of all are known: not where quick plans may not fit, as they do not
+        count what they need of the host."""
+        return self.forms.limits.host is None and not fits(form.candidates.resident.plan, self.forms.limits)
+
+    def _plan_waiting(self) -> None:
+        """Plans the forms that wait, those with the fastest quick plans first. If none of them can be run, plans what was left
+        out because of them."""
+        waiting, self._waiting = sorted(self._waiting, key=lambda each: each[0]), []
+        for _, form in waiting:
+            best = self.best
+            if best is None or self._is_worth_a_search(form, best[1].plan.total_us, best[0]):
+                self._attempt(form)
+        for form in self._left_out if waiting and not self.fitting else ():
             self._attempt(form)
 
     def _goes_by_bounds(self, form: S) -> bool:
         """Tells whether forms are left out by what they promise: not those of small steps, whose plans may be far from their
         bounds, one farther than another, and not where fragments were asked for."""
         return not self.allowed.in_fragments and not is_small(form.candidates)
+
+    def _may_fit(self, form: S) -> bool:
+        """Tells whether some plan of a form may be within the device's bytes, by its linear program."""
+        return form.candidates.bound_us(self.forms.limits.device, None) < inf
 
     def _must_fit(self, form: S) -> bool:
         """Tells whether to search a form only if it has a plan within the limits: not where there is no other, or where some of
@@ -235,11 +308,11 @@ class Comparison(Generic[S]):
         return self._fewest[id(form)]
 
 
-def could_be_faster(candidates: Candidates, limits: Budgets, plan: Plan) -> bool:
-    """Tells whether any plan of a step within the limits could be faster than ``plan``, which is of another form."""
-    if least_us(candidates) >= plan.total_us:
+def could_be_faster(candidates: Candidates, limits: Budgets, us: float) -> bool:
+    """Tells whether any plan of a step within the limits could be faster than one of another form, which takes ``us``."""
+    if least_us(candidates) >= us:
         return False
-    return candidates.bound_us(limits.device, limits.host) < plan.total_us
+    return candidates.bound_us(limits.device, limits.host) < us
 
 
 def promises_more(candidates: Candidates, limits: Budgets, best: Candidates) -> bool:
@@ -248,13 +321,14 @@ def promises_more(candidates: Candidates, limits: Budgets, best: Candidates) -> 
     return candidates.bound_us(limits.device, limits.host) <= _PROMISE * best.bound_us(limits.device, limits.host)
 
 
-def is_near(candidates: Candidates, limits: Budgets, plan: Plan) -> bool:
-    """Tells whether no other form could be much faster than a step's ``plan``. Another form may need as much less memory as the
-    leanest plan takes, for the same work. Beside a disk, forms are compared only where the first does not fit."""
-    if plan.all_resident or limits.disk is not None:
+def is_near(candidates: Candidates, limits: Budgets, us: float) -> bool:
+    """Tells whether no other form could be much faster than a step's plan, which takes ``us``. Another form may need as much
+    less memory as the leanest plan takes, for the same work. With a disk, forms are compared only where the first does not
+    fit."""
+    if limits.disk is not None:
         return True
     more = None if limits.device is None else limits.device + candidates.floor
-    return plan.total_us <= (_NEAR if is_small(candidates) else _NEAR_LARGE) * candidates.bound_us(more, limits.host)
+    return us <= (_NEAR if is_small(candidates) else _NEAR_LARGE) * candidates.bound_us(more, limits.host)
 
 
 def is_small(candidates: Candidates) -> bool:

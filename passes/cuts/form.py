@@ -36,7 +36,8 @@ WHOLE = Form()
 class Allowed:
     """The forms to choose among. ``chunks``, ``tiles``: a number or "auto"; ``fragments``, ``begins``: as ``possible_cuts``
     takes them; ``embeddings``: as for ``compile``; ``last_fragments`` and ``last_embeddings`` instead, where nothing fits
-    otherwise. ``in_fragments``: compares fragments however good the first plan is."""
+    otherwise. ``in_fragments``: compares fragments however good the first plan is. ``fuses``: kernels may do without values
+    that one operation makes for another."""
 
     chunks: int | str = "auto"
     tiles: int | str = "auto"
@@ -46,6 +47,7 @@ class Allowed:
     last_embeddings: str = "used"
     begins: int = UNCUT.begins
     in_fragments: bool = False
+    fuses: bool = False
 
     @property
     def alone(self) -> bool:
@@ -66,11 +68,28 @@ def chains_of_forms(allowed: Allowed, first: Form, cuts: Sequence[Cut]) -> Itera
             yield [*coarsest, *(replace(coarsest[-1], tiles=number) for number in AUTO[1:])]
 
 
-def cut_joint(joint: fx.GraphModule, form: Form) -> tuple[fx.GraphModule, Form, list[str]]:
+Rewritten = tuple[fx.GraphModule, Form, list[str]]
+
+
+def cut_joint(joint: fx.GraphModule, form: Form, known: dict[Form, Rewritten]) -> Rewritten:
     """Returns a normalized joint graph in a form, that form as far as there is something to cut, and what its contract says of
-    it."""
+    it. ``known``: the same graph in forms whose weights are whole, as far as they were asked for."""
     if form == WHOLE:
         return joint, form, []
+    if form.cut != UNCUT:
+        whole, uncut, contract = cut_joint(joint, replace(form, cut=UNCUT), known)
+        if not cuts_of(whole, form.cut):
+            return whole, uncut, contract
+        rewritten = copy_step(whole)
+        split = cut_weights(rewritten, form.cut)
+        check_cut(whole, rewritten, form.cut.splits)
+        return rewritten, replace(uncut, cut=form.cut), contract + split
+    if form not in known:
+        known[form] = _without_cut(joint, form)
+    return known[form]
+
+
+def _without_cut(joint: fx.GraphModule, form: Form) -> Rewritten:
     rewritten, contract = copy_step(joint), list[str]()
     if form.chunks > 1 and chunk_loss(rewritten, form.chunks):
         contract.append(f"the loss head's sums over tokens (loss, weight and bias gradients) in {form.chunks} chunks")
@@ -79,12 +98,6 @@ def cut_joint(joint: fx.GraphModule, form: Form) -> tuple[fx.GraphModule, Form, 
     form = replace(form, tiles=tile_tokens(rewritten, form.tiles))
     if form.tiles > 1:
         contract.append(tiles_contract(form.tiles))
-    if not cuts_of(rewritten, form.cut):
-        form = replace(form, cut=UNCUT)
-    else:
-        whole, rewritten = rewritten, copy_step(rewritten)
-        contract += cut_weights(rewritten, form.cut)
-        check_cut(whole, rewritten, form.cut.splits)
     return rewritten, form, contract
 
 

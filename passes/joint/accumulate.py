@@ -17,15 +17,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import networkx
 import torch
 from torch import fx
 
+from mtcompile.passes.joint.batch_dims import Batch
 from mtcompile.passes.joint.loss_head import Add, adder, total
 from mtcompile.passes.joint.loss_weights import Weights, weights
 from mtcompile.passes.joint.regions import assign, cut_by, in_order
 from mtcompile.passes.lazy_graph import LazyGraphModule
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, inputs_of, outputs_of
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, describe, inputs_of, outputs_of, restride
 
 aten = torch.ops.aten
 Region = tuple[str, int]
@@ -59,14 +59,48 @@ class Micro:
         return replace(spec, index=self.index(spec.index, micro), name=name)
 
 
-def weights_of(joint: fx.GraphModule, micro: Micro) -> dict[int, Weights]:
-    """The weights of each loss (by output index), from the captured graph, before anything is rewritten. Raises
-    NotImplementedError for a loss whose weights cannot be told."""
-    losses, own = {}, _own(joint, micro)
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """How what micro-batches return is put together, by output index: the ``weights`` of each loss; the ``dims`` along which
+    others have the batch; ``counts``, which are added up."""
+
+    weights: Mapping[int, Weights]
+    dims: Mapping[int, int]
+    counts: frozenset[int]
+
+
+def joining_of(joint: fx.GraphModule, micro: Micro) -> Joining:
+    """Reads from the captured graph, before anything is rewritten, how outputs are put together. Raises NotImplementedError for
+    a loss whose weights cannot be told, and for an output that depends on the batch in another way."""
+    own, rows, split = _own(joint, micro), _rows(joint, micro), _split(joint, micro)
+    losses, dims, counts, batch = dict[int, Weights](), {}, set(), Batch(split, rows)
+    refused = list[tuple[OutputSpec, fx.Node, NotImplementedError]]()
     for spec, value in outputs_of(joint):
-        if spec.kind == "output" and _is_loss(value, _rows(joint, micro)):
-            losses[spec.index] = weights(value, own, _rows(joint, micro))
-    return losses
+        if spec.kind != "output" or (value not in own and not _is_loss(value, rows)):
+            continue
+        if _is_loss(value, rows):
+            try:
+                losses[spec.index] = weights(value, own, rows, batch.is_reduced)
+            except NotImplementedError as error:
+                refused.append((spec, value, error))
+        elif batch.is_count(value):
+            counts.add(spec.index)
+        elif (dim := batch.dim(value)) is not None:
+            dims[spec.index] = dim
+        else:
+            raise NotImplementedError(_no_batch(spec, value))
+    by_index = {spec.index: value for spec, value in outputs_of(joint) if spec.kind == "output"}
+    for spec, value, error in refused:  # a part of a loss, such as that of a router, weighs as the loss does
+        whole = next((weighed for index, weighed in losses.items() if by_index[index] in _depending(joint, [value])), None)
+        if whole is None or whole.kind != "tokens":
+            raise error
+        losses[spec.index] = whole
+    return Joining(losses, dims, frozenset(counts))
+
+
+def _no_batch(spec: OutputSpec, value: fx.Node) -> str:
+    what = f"{spec.name}, {describe(value.meta['val'])} for a micro-batch"
+    return f"an output or attribute ({what}) with no dimension known to have a part of each row; do not return or assign it"
 
 
 def _is_loss(value: fx.Node, rows: int) -> bool:
@@ -102,14 +136,17 @@ def _own(joint: fx.GraphModule, micro: Micro) -> set[fx.Node]:
 
 
 def _depending(joint: fx.GraphModule, inputs: list[fx.Node]) -> set[fx.Node]:
-    flow = networkx.DiGraph((operand, node) for node in joint.graph.nodes for operand in node.all_input_nodes)
-    return set(inputs).union(*(networkx.descendants(flow, value) for value in inputs if value in flow))
+    depending = set(inputs)
+    for node in joint.graph.nodes:
+        if not depending.isdisjoint(node.all_input_nodes):
+            depending.add(node)
+    return depending
 
 
-def repeat(joint: fx.GraphModule, micro: Micro, weights: Mapping[int, Weights]) -> fx.GraphModule:
-    """The joint graph of all micro-batches. Raises NotImplementedError for what has no meaning over several: an output without
-    the batch in front, a buffer that is changed after the region that reads it."""
-    return _Repeat(joint, micro, weights).graph_module()
+def repeat(joint: fx.GraphModule, micro: Micro, joining: Joining) -> fx.GraphModule:
+    """The joint graph of all micro-batches. Raises NotImplementedError for what has no meaning over several: a buffer that is
+    changed after the region that reads it."""
+    return _Repeat(joint, micro, joining).graph_module()
 
 
 def _place(spec: OutputSpec) -> tuple[int, int]:
@@ -121,8 +158,8 @@ class _Repeat:
     """Builds the joint graph of all micro-batches. ``env``: for each micro-batch, captured node -> its copy; ``outputs``: what
     the new graph returns so far."""
 
-    def __init__(self, joint: fx.GraphModule, micro: Micro, weights: Mapping[int, Weights]) -> None:
-        self.joint, self.micro, self.weights = joint, micro, weights
+    def __init__(self, joint: fx.GraphModule, micro: Micro, joining: Joining) -> None:
+        self.joint, self.micro, self.joining, self.weights = joint, micro, joining, joining.weights
         regions, self.blocks = assign(joint.graph, (), cut_by(joint, micro.alike))
         self.region = dict(regions)
         self.graph = fx.Graph()
@@ -182,9 +219,11 @@ class _Repeat:
     def _whole(self, index: int, value: fx.Node) -> torch.Tensor:
         """The tangent of an output over all micro-batches, without content."""
         val = value.meta["val"]
-        if index in self.weights:
+        dim = self.joining.dims.get(index)
+        if dim is None:
             return val
-        return val.new_empty_strided((val.shape[0] * self.micro.count, *val.shape[1:]), val.stride())
+        shape = [length * self.micro.count if at == dim else length for at, length in enumerate(val.shape)]
+        return val.new_empty_strided(shape, val.stride()) if dim == 0 else val.new_empty(shape)
 
     def _copy(self, node: fx.Node, number: int, region: Region) -> fx.Node:
         copied = self.graph.create_node(
@@ -222,9 +261,11 @@ class _Repeat:
         """The tangent of one micro-batch's output, taken from that of all."""
         whole, index = self.tangents[tangent]
         add, val = self._add(user), tangent.meta["val"]
-        if index not in self.weights:
-            rows = val.shape[0]
-            return add(aten.slice.Tensor, whole, 0, number * rows, (number + 1) * rows)
+        if (dim := self.joining.dims.get(index)) is not None:
+            rows = val.shape[dim]
+            part = add(aten.slice.Tensor, whole, dim, number * rows, (number + 1) * rows)
+            alike = part.meta["val"].stride() == val.stride()
+            return part if alike else add(restride, part, tuple(val.shape), tuple(val.stride()))
         if self.weights[index].kind == "sum":
             return whole
         if self.weights[index].kind == "equal":
@@ -253,27 +294,23 @@ class _Repeat:
             self.outputs[spec] = parts[-1]
         elif spec.index in self.weights:
             self.outputs[spec] = self._loss(spec, parts, add)
-        elif value.meta["val"].dim() == 0 and not value.meta["val"].is_floating_point():
+        elif spec.index in self.joining.counts:
             self.outputs[spec] = total(add, parts)
-        elif self._is_shared(spec, value):
-            self.outputs[spec] = parts[-1]
-        elif value.meta["val"].dim() == 0 or value.meta["val"].shape[0] % max(self.rows, 1):
-            raise NotImplementedError(f"an output ({spec.name}) without the batch in front")
+        elif spec.index in self.joining.dims:
+            self.outputs[spec] = add(aten.cat.default, parts, self.joining.dims[spec.index])
         else:
-            self.outputs[spec] = add(aten.cat.default, parts)
+            self._check_shared(spec, value)
+            self.outputs[spec] = parts[-1]
 
-    def _is_shared(self, spec: OutputSpec, value: fx.Node) -> bool:
-        """Says whether an output has one value for the whole batch, as it depends on none of the inputs that are cut. Raises
-        NotImplementedError for one that is made of sizes alone, where nobody can tell, or that a gradient arrives at."""
-        if value in self.own:
-            return False
+    def _check_shared(self, spec: OutputSpec, value: fx.Node) -> None:
+        """Raises NotImplementedError for an output that depends on none of the inputs that are cut, but is made of sizes alone,
+        where nobody can tell, or that a gradient arrives at."""
         if any(index == spec.index for _, index in self.tangents.values()):
             raise NotImplementedError(f"the gradient of an output ({spec.name}) without the batch in front")
         inputs = [node for _, node in inputs_of(self.joint)]
         if self.rows in value.meta["val"].shape[:1] and value not in _depending(self.joint, inputs):
             rows = f"an output ({spec.name}) of {self.rows} rows"
             raise NotImplementedError(f"{rows} that depends on no input, so perhaps not on the batch")
-        return True
 
     def _loss(self, spec: OutputSpec, losses: list[fx.Node], add: Add) -> fx.Node:
         weights = self.weights[spec.index]

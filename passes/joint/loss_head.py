@@ -23,7 +23,7 @@ from mtcompile.passes.analysis.kernels import drop_dead
 from mtcompile.passes.analysis.memory import owner
 from mtcompile.passes.joint.loss_weights import MEAN, SUM
 from mtcompile.passes.joint.shapes import result_of
-from mtcompile.passes.step_graph import is_view
+from mtcompile.passes.step_graph import is_view, storage_nbytes
 
 aten = torch.ops.aten
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -68,6 +68,12 @@ def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
         joint.graph.lint()
         joint.recompile()
     return len(heads)
+
+
+def logits_nbytes(joint: fx.GraphModule) -> int:
+    """Returns the bytes of the largest logits; 0 if there are none. Nothing but chunks of the loss head makes fewer at once."""
+    logits = [node for node in joint.graph.nodes if node.target is aten._log_softmax.default]
+    return max((storage_nbytes(node.meta["val"]) for node in logits), default=0)
 
 
 def _recognise(softmax: fx.Node) -> _Head | None:

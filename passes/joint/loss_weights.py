@@ -9,7 +9,7 @@ number; a sum is added up. Anything else is refused: a wrong weight would be a w
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +45,10 @@ class Weights:
         return f"their losses {texts[self.kind]}"
 
 
-def weights(loss: fx.Node, own: set[fx.Node], rows: int) -> Weights:
-    """The weights of micro-batches in ``loss``. ``own``: the nodes that differ between micro-batches; ``rows``: rows of each.
-    Raises NotImplementedError where the weights cannot be told."""
-    parts = _Reading(own, rows).of(loss)
+def weights(loss: fx.Node, own: set[fx.Node], rows: int, is_reduced: Callable[[fx.Node], bool]) -> Weights:
+    """The weights of micro-batches in ``loss``. ``own``: the nodes that differ between micro-batches; ``rows``: rows of each;
+    ``is_reduced``: tells what has been reduced over these. Raises NotImplementedError where the weights cannot be told."""
+    parts = _Reading(own, rows, is_reduced).of(loss)
     counted = {part for part in parts if part.kind == "tokens"}
     if len(counted) == 1:  # what is added to a cross-entropy weighs as that does
         return counted.pop()
@@ -74,10 +74,11 @@ def _unknown(why: str) -> set[Weights]:
 
 @dataclass(slots=True)
 class _Reading:
-    """Takes a loss apart. ``own``, ``rows``: as for ``weights``."""
+    """Takes a loss apart. ``own``, ``rows``, ``is_reduced``: as for ``weights``."""
 
     own: set[fx.Node]
     rows: int
+    is_reduced: Callable[[fx.Node], bool]
 
     def of(self, node: fx.Node) -> set[Weights]:
         """The weights that the parts of a loss have."""
@@ -103,7 +104,9 @@ class _Reading:
         joined = whole.all_input_nodes if whole.target in (aten.cat.default, aten.stack.default) else []
         if joined and all(part.meta["val"].numel() == 1 for part in joined):  # losses, put side by side
             return self._of_all(joined)
-        if node.meta["val"].numel() != 1 or whole.meta["val"].numel() % max(self.rows, 1):
+        if whole in self.own and self.is_reduced(whole):  # over rows, and what is left of them over the rest
+            return self.of(whole)
+        if whole.meta["val"].numel() % max(self.rows, 1):
             return _unknown("is reduced over something else than rows")
         return {Weights("equal" if reduction == MEAN else "sum")}
 

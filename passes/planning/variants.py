@@ -6,14 +6,12 @@ import functools
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import networkx
 import torch
-from networkx.algorithms import flow
 from torch import fx
 
 from mtcompile.passes.analysis.cost import Cost, Machine, kernel_cost, node_cost
+from mtcompile.passes.analysis.flow import sink_side
 from mtcompile.passes.analysis.kernels import saved_states
 from mtcompile.passes.analysis.saved import made_again_inside, saved_values
 from mtcompile.passes.step_graph import body_outputs, is_random, is_view, kernel_of, regions, results
@@ -137,22 +135,18 @@ def _cheapest(
     """Returns the ``saved`` values to make again, where keeping ``nbytes`` costs ``ns``: the source's side of a minimum cut. A
     saved value is cut from the source for its bytes; what makes it is cut from the sink for its time, with the generator's
     states that this replays."""
-    graph: Any = networkx.DiGraph()
-    graph.add_nodes_from(("source", "sink"))
-    for node, size in saved.items():
-        graph.add_edge("source", node, capacity=size * ns)
+    edges: list[tuple[object, object, int | None]] = [("source", node, size * ns) for node, size in saved.items()]
+    needed = dict[str, None]()
     for makes, cost in work.items():
         needs = dict.fromkeys(node.meta["rng_state"] for node in together[makes] if is_random(node))
         if cost or needs:
-            graph.add_edge(makes, "sink", capacity=cost * nbytes)
-            for node in makes:
-                graph.add_edge(node, makes)  # without capacity: never cut
-            for state in needs:
-                graph.add_edge(makes, state)
-                graph.add_edge(state, "sink", capacity=states[state] * ns)
-    # All algorithms give the same cut, as the sink's side is what reaches it. This one is the fastest here.
-    _, (again, _) = networkx.minimum_cut(graph, "source", "sink", flow_func=flow.boykov_kolmogorov)
-    return {node for node in again if isinstance(node, fx.Node)}
+            edges.append((makes, "sink", cost * nbytes))
+            edges += [(node, makes, None) for node in makes]
+            edges += [(makes, state, None) for state in needs]
+            needed |= needs
+    edges += [(state, "sink", states[state] * ns) for state in needed]
+    kept = sink_side(edges, "source", "sink")
+    return {node for node in saved if node not in kept}
 
 
 def save_all(region: fx.Node) -> Variant:

@@ -13,6 +13,7 @@ import torch
 
 from mtcompile.runtime.devices.arena import span_nbytes
 from mtcompile.runtime.executor import wait_until
+from mtcompile.runtime.workers import Gate
 
 
 class Fetcher(Protocol):
@@ -36,7 +37,7 @@ class _Copying:
     source: int
     nbytes: int
     tensors: tuple[torch.Tensor, torch.Tensor] | None
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Gate = field(default_factory=Gate)
 
 
 class CpuFetcher:
@@ -71,7 +72,7 @@ class CpuFetcher:
                 ctypes.memmove(copying.target, copying.source, copying.nbytes)
                 if self._us_per_byte:
                     wait_until(began + round(copying.nbytes * self._us_per_byte * 1e3))
-            copying.done.set()
+            copying.done.open()
 
     def await_copy(self, ticket: _Copying) -> None:
         ticket.done.wait()

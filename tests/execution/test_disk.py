@@ -315,6 +315,19 @@ def test_refusals_say_what_would_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("memory", ["600KB", "1MiB"])
+def test_the_smallest_host_that_a_refusal_names_trains(memory: str, tmp_path: Path) -> None:
+    plain = Model()
+    model, _ = compiled(tmp_path, plain, memory=memory, host="100KB")
+    with pytest.raises(BudgetError, match="no plan fits host=") as refused:
+        model(torch.randn(16, WIDTH))
+    host = refused.value.minimum_bytes
+    model, optimizer = compiled(tmp_path, plain, memory=memory, host=host)
+    same_training(model, optimizer, plain, 2)
+    assert model.memory_report()["peak_host_bytes"] <= host
+
+
+@pytest.mark.slow
 def test_a_disk_without_room_or_sense_is_refused_before_anything_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Model()
     model, optimizer = compiled(tmp_path / "disk", plain)

@@ -83,6 +83,32 @@ def test_one_search_finds_a_plan_with_a_disk_and_its_bound_counts_the_disk(searc
     assert plan.certificate.bound_us <= plan.total_us and plan.certificate.gains_us["disk"] > 0
 
 
+class Tied(torch.nn.Module):
+    """A large embedding that is the head too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(2048, 64), torch.nn.Linear(64, 2048, bias=False)
+        self.head.weight = self.embedding.weight
+        blocks = [[torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)] for _ in range(2)]
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(*layers) for layers in blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), x.flatten())
+
+
+@pytest.mark.slow
+def test_a_device_that_is_too_small_even_with_a_disk_is_refused() -> None:
+    example = {"x": torch.randint(0, 2048, (4, 32))}
+    options: dict[str, Any] = {"machine": "rtx4090", "memory": "600KB", "host": 50_000, "disk": "1GB", "update": "backward"}
+    refused = mtcompile.plan(lambda: (Tied(), example), **options)
+    assert not refused.feasible
+    assert any(way.startswith("device memory of") for way in refused.ways_out)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("bound", MACHINES)

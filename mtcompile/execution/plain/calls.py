@@ -32,6 +32,8 @@ from mtcompile.runtime.devices.fetching import CpuFetcher, CudaFetcher, Fetcher
 from mtcompile.runtime.schedule import gib
 
 _AT_ONCE = 2  # parameters that have to fit: one that is read, and one on its way
+_SURE = 8  # times an estimate by sizes alone: where so much is free, a call runs without a plan
+_MARGIN = 1.5  # of what a plain forward may take over a planned one
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class GradientFreeCalls:
     def __init__(self, session: Session, call: Callable[..., Any], planned: Callable[[Any, Any], Any]) -> None:
         self.session, self.call, self.planned = session, call, planned
         self._where = session.device.where
-        self._known = KnownCalls()
+        self._known, self._planned = KnownCalls(), KnownCalls()  # as measured, and by plans
         self._order: list[int] = []  # in which the last call read what was lent
         self._care: _Modules | None = None
         self._reads_unseen = self._has_warned = False
@@ -94,13 +96,10 @@ class GradientFreeCalls:
         homes = self._homes(model)
         if (homes.odd and self._where.type != "cpu") or not self._fits(homes, others):
             return self.planned(args, kwargs)
-        least = self._least(size, args, kwargs) if self._is_whole else 0
-        if self._is_whole and others is None and not least and not self._known.by_kind:
-            least = self._least_lent(homes) + _AT_ONCE * _largest_value(model, args, kwargs)
-        if self.session.resting_nbytes() + homes.held_nbytes + least > self._budget:
+        most = self._most(model, size, homes, args, kwargs) if self._is_whole else 0
+        if self.session.resting_nbytes() + homes.held_nbytes + most > self._budget:
             try:
-                with only_whole():
-                    return self.planned(args, kwargs)
+                return self._by_plan(size, args, kwargs)
             except CaptureError:  # what no plan can be made of runs, and is measured
                 self._is_whole = False
         if self._where.type == "cpu":
@@ -131,16 +130,33 @@ class GradientFreeCalls:
             needed += self._least_lent(homes)
         return needed <= self._budget
 
-    def _least(self, size: CallSize, args: Any, kwargs: Any) -> int:
-        """Returns about the fewest bytes that a call takes, by what others took; else by the last step that ran:
-        as in any forward, each of its regions has there what it reads and the largest value that it makes."""
-        known, last = self._known.least(size), self.session.last
-        if known or last is None:
-            return known
-        step = last.problem.step
-        taken = sum(node.meta["nbytes"] for spec, node in inputs_of(step) if spec.role == "input")
-        given = sum(tensor.nbytes for tensor in tensors_in((args, kwargs)))
-        return int(_least_of_forward(step) * given / taken) if given > taken > 0 else 0
+    def _most(self, model: nn.Module, size: CallSize, homes: _Homes, args: Any, kwargs: Any) -> int:
+        """Returns the most bytes that a call may take: those that it took; by what others took, or were planned to; by the last
+        step that ran, in whose forward each region has there what it reads and the largest value that it makes; else by its
+        sizes."""
+        if self._known.has(size):
+            return self._known.nbytes(size) or 0
+        known = [nbytes for calls in (self._known, self._planned) if (nbytes := calls.most(size)) is not None]
+        if known:
+            return min(known) + self._least_lent(homes)
+        estimate, last = _AT_ONCE * _largest_value(model, args, kwargs), self.session.last
+        if last is not None:
+            step = last.problem.step
+            taken = sum(node.meta["nbytes"] for spec, node in inputs_of(step) if spec.role == "input")
+            given = sum(tensor.nbytes for tensor in tensors_in((args, kwargs)))
+            estimate = int(_least_of_forward(step) * max(1.0, given / taken)) if taken else estimate
+        return _SURE * estimate + self._least_lent(homes)
+
+    def _by_plan(self, size: CallSize, args: Any, kwargs: Any) -> Any:
+        """Returns what a planned forward returns; notes what it takes. Raises BudgetError, and CaptureError if one plan cannot
+        be all of it."""
+        with only_whole():
+            output = self.planned(args, kwargs)
+        last = self.session.last
+        if last is not None and last.tangents is None:
+            peak, resident = last.schedule.peak_nbytes["device"], last.schedule.resident_nbytes.get("device", 0)
+            self._planned.note(size, int(_MARGIN * (peak - resident)))
+        return output
 
     def _takes_parts(self) -> bool:
         """Tells whether the last training step takes weights in fragments, or rows of embeddings."""
@@ -162,7 +178,7 @@ class GradientFreeCalls:
         if measured.nbytes is not None:  # there was no other profiler
             self._known.note(size, measured.nbytes, most_lent)
             self.session.note_call(room.held + measured.nbytes)
-            self._check(room, measured.nbytes)
+            self._check(room, measured.nbytes, self._least_lent(homes))
         return output
 
     def _run(self, model: nn.Module, homes: _Homes, room: _Room, args: Any, kwargs: Any) -> tuple[Any, int]:
@@ -274,14 +290,16 @@ class GradientFreeCalls:
             return _Room(held, None, max(largest, min(least, (budget - held) // 2)))
         return _Room(held, others, min(every, budget - held - others))
 
-    def _check(self, room: _Room, nbytes: int) -> None:
-        """Raises BudgetError if a call took more than it may, and parameters on the device are not the reason."""
+    def _check(self, room: _Room, nbytes: int, least_lent: int) -> None:
+        """Raises BudgetError if a call took more than it may, and parameters on the device are not the reason. ``least_lent``:
+        what parameters get to take where there is more room."""
         if room.held + nbytes <= self._budget:
             return
         if room.held + nbytes - self.session.parameters.resident_nbytes() > self._budget:
-            needed = room.held + nbytes
+            taken = room.held + nbytes
+            needed = taken + max(0, least_lent - room.lent)
             raise BudgetError(
-                f"a call without gradients took {needed} bytes ({gib(needed)}) of the device: {gib(room.held)} that are held "
+                f"a call without gradients took {taken} bytes ({gib(taken)}) of the device: {gib(room.held)} that are held "
                 f"there, {gib(nbytes)} for what it reads and computes; found {gib(self._budget)}. It has run: buffers may have "
                 f"changed. Pass memory={needed} or more, or a smaller batch",
                 needed,
@@ -316,11 +334,16 @@ def _versions(model: nn.Module) -> list[tuple[int, int]]:
 
 
 def _largest_value(model: nn.Module, args: Any, kwargs: Any) -> int:
-    """Returns about the bytes of the largest value of a call of which nothing is known: for each row of an input, or each
-    number if these are integers, as many numbers as the widest parameter has."""
+    """Returns about the bytes of the largest value of a call of which nothing is known: for each row of an input, each pixel of
+    images, or each number if these are integers, as many numbers as the widest parameter has."""
     widest = max((max(p.shape, default=1) * p.element_size() for p in nn.Module.parameters(model)), default=1)
-    given = tensors_in((args, kwargs))
-    return widest * max((t.numel() // (t.shape[-1] if t.dim() and t.is_floating_point() else 1) for t in given), default=0)
+    return widest * max((t.numel() // max(1, _width(t)) for t in tensors_in((args, kwargs))), default=0)
+
+
+def _width(tensor: torch.Tensor) -> int:
+    if not tensor.is_floating_point() or not tensor.dim():
+        return 1
+    return tensor.shape[-1] if tensor.dim() < 4 else min(tensor.shape[1], tensor.shape[-1])
 
 
 def _least_of_forward(step: fx.GraphModule) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -85,14 +84,11 @@ class KnownCalls:
         near = ((sizes, nbytes) for sizes, nbytes in known if growth is None or _near(call.sizes, sizes, growth))
         return min((_scaled(nbytes, sizes, call.sizes) for sizes, nbytes in near), default=None)
 
-    def least(self, call: CallSize) -> int:
-        """Returns about the fewest bytes that a call takes: those of a known call of just that size, or those beside parameters
-        of a smaller one, as if what it computes grew with its largest tensor; 0 if none is known."""
-        if self.has(call):
-            return self.nbytes(call) or 0
+    def most(self, call: CallSize) -> int | None:
+        """Returns the most bytes beside parameters that a call takes, by those of calls of any sizes: times the square of what
+        each size has grown by. None for a call like no known one."""
         alike = ((each, nbytes) for each, nbytes in self._computed.items() if each.kind == call.kind)
-        smaller = ((each, nbytes) for each, nbytes in alike if _near(each.sizes, call.sizes, 1.0))
-        return max((int(nbytes * _grown(each.sizes, call.sizes)) for each, nbytes in smaller), default=0)
+        return min((_scaled(nbytes, each.sizes, call.sizes) for each, nbytes in alike), default=None)
 
     def note(self, call: CallSize, nbytes: int, lent: int = 0) -> None:
         """Remembers what a call took, or another one of its size, if that was more. ``lent``: how much of it was parameters."""
@@ -110,12 +106,6 @@ class KnownCalls:
 def _near(sizes: Sizes, known: Sizes, growth: float) -> bool:
     pairs = (pair for shapes in zip(sizes, known, strict=True) for pair in zip(*shapes, strict=True))
     return all(size <= growth * before for size, before in pairs)
-
-
-def _grown(known: Sizes, sizes: Sizes) -> float:
-    """Returns how many times as large the tensor is that has grown most."""
-    pairs = zip(known, sizes, strict=True)
-    return max((math.prod(after) / max(1, math.prod(before)) for before, after in pairs), default=1.0)
 
 
 def _scaled(nbytes: int, known: Sizes, sizes: Sizes) -> int:

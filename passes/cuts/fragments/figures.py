@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ from mtcompile.passes.cuts.fragments.cut import Cut, cuts_of, homes_between
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
-from mtcompile.passes.step_graph import fragments_of, inputs_of, span_nbytes
+from mtcompile.passes.step_graph import fragments_of, inputs_of, is_view, span_nbytes
 from mtcompile.runtime.schedule import PHASES, Schedule, gib, listed
 from mtcompile.runtime.sim import clock
 
@@ -85,6 +85,8 @@ def told_whole(joint: fx.GraphModule, cut: Cut, step: fx.GraphModule, begins: in
             reasons[spec.name] = _why_whole(node, cut)
     reasons = {name: reason for name, reason in reasons.items() if reason and name not in in_fragments}
     told = [f"whole: {name}; {reason}" for name, reason in [*reasons.items()][:_MOST_NAMES]]
+    if more := [*reasons][_MOST_NAMES:]:
+        told.append(f"whole: {len(more)} more large weights, such as {more[0]}")
     in_parts = [weight for weight in weights if weight.spec.name in in_fragments and weight.has_input_gradient]
     if in_parts and not cut.splits:
         names, most = [weight.spec.name for weight in in_parts], max(weight.nbytes for weight in in_parts)
@@ -102,13 +104,14 @@ def told_whole(joint: fx.GraphModule, cut: Cut, step: fx.GraphModule, begins: in
 
 
 def _why_whole(weight: fx.Node, cut: Cut) -> str:
-    """Says why a weight that linear layers multiply by is not cut; "" for any other."""
+    """Says why a weight is not cut; "" for one that nothing but embeddings read, of which rows may be fetched."""
     turned = {user for user in weight.users if user.target is aten.t.default}
     readers = [user for one in (weight, *turned) for user in one.users if user not in turned]
     forward = [user for user in readers if user.meta.get("phase") == "forward"]
     products = [user for user in forward if user.target in (aten.mm.default, aten.addmm.default)]
     if not products:
-        return ""
+        others = sorted({str(user.target) for user in _reading(weight)} - {str(aten.embedding.default)})
+        return f"{listed(others, 1)} reads it, and fragments are of weights that linear layers multiply by" if others else ""
     if any(user.target is aten.embedding.default for user in forward):
         return "an embedding reads it too, and fragments are of weights that one layer reads"
     if len(products) > 1:
@@ -119,6 +122,17 @@ def _why_whole(weight: fx.Node, cut: Cut) -> str:
     if backward and not (cut.gathers or cut.splits):
         return "its input gets a gradient, for which it is read whole"
     return "its rows leave no two fragments that start where a copy may"
+
+
+def _reading(weight: fx.Node) -> Iterator[fx.Node]:
+    """The operations of the forward that read a weight, or a view, copy or cast of it."""
+    todo = [weight]
+    while todo:
+        for user in todo.pop().users:
+            if is_view(user) or user.target in (aten._to_copy.default, aten.clone.default):
+                todo.append(user)
+            elif user.meta.get("phase") == "forward":
+                yield user
 
 
 def _names(step: fx.GraphModule) -> str:

@@ -16,7 +16,7 @@ from torch import fx
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Decision, Plan
-from mtcompile.passes.planning.evaluate import evaluate
+from mtcompile.passes.planning.evaluate import evaluate, shortfall
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.pace import impatient
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
@@ -58,10 +58,11 @@ def waiting_on_host(schedule: Schedule) -> list[Waiting]:
 
 class Spilled(NamedTuple):
     """The gain of activations on disk. ``fastest``: the fastest plan found that keeps to all budgets, and the problem that it
-    solves; None if there is none. ``least_host``: the fewest bytes of the host that any of those tried needs."""
+    solves; None if there is none. ``least``: the refusal by the one that needs the fewest bytes of the host, of those tried
+    that keep to the other budgets."""
 
     fastest: tuple[PlanningProblem, Candidate] | None = None
-    least_host: int = MOST_NBYTES
+    least: DoesNotFit = DoesNotFit("host", MOST_NBYTES, ())
 
 
 def with_activations_on_disk(
@@ -74,7 +75,7 @@ def with_activations_on_disk(
     if limit is None or not problem.budgets.host_activations:
         return Spilled()
     fastest: tuple[PlanningProblem, Candidate] | None = None
-    least, host = MOST_NBYTES, None
+    least, host = DoesNotFit("host", MOST_NBYTES, ()), None
     for _ in range(2):  # a host without limit, and one half way to it
         try:
             part, planned = find(replace(problem, budgets=replace(problem.budgets, host=host)))
@@ -88,7 +89,8 @@ def with_activations_on_disk(
             return fits(candidate.plan, budgets) and roomy(candidate.schedule)
 
         for candidate in _spilled(part, planned, evenly, serves):
-            least = min(least, candidate.plan.peak_bytes["host"])
+            if candidate.plan.peak_bytes["host"] < least.minimum and fits(candidate.plan, replace(part.budgets, host=None)):
+                least = shortfall(candidate, "host")
             if serves(candidate) and (fastest is None or candidate.plan.total_us < fastest[1].plan.total_us):
                 fastest = part, candidate
         host = (limit + planned.plan.peak_bytes["host"]) // 2

@@ -146,8 +146,7 @@ def _with_any_on_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_
                         least = min(least, without, key=lambda each: each.minimum) if without.tier == "host" else least
                 if final.tier != "host":
                     raise
-                least = min(final, least, key=lambda each: each.minimum)
-                raise DoesNotFit("host", min(least.minimum, spilled.least_host), least.causes) from None
+                raise min(final, least, spilled.least, key=lambda each: each.minimum) from None
     at_home: tuple[PlanningProblem, Planned] | None = None
     worth, bound = inf, 0.0
     try:
@@ -267,6 +266,7 @@ def _causes(problem: PlanningProblem, sent: Sequence[str], error: DoesNotFit) ->
     slots = next((part for part in error.causes if "slots" in part[0]), ("placed slots", 0))
     updates = update_staging_nbytes(problem.step, _on_disk(sent), problem.budgets)
     beside = ("buffers of the disk's requests and updates", problem.budgets.disk_staging + updates)
+    trained = min(trained, max(0, error.minimum - beside[1] - slots[1]))  # the others are on the device
     what = "weights that train, with gradients and optimizer state"
     if not problem.budgets.disk_updates:
         way = "an elementwise optimizer, such as AdamW" if problem.budgets.updates else 'update="backward"'

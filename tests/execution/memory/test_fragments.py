@@ -206,6 +206,31 @@ class Tied(Wide):
         return self.first(x).square().mean() + F.linear(self.table(ids), self.table.weight).square().mean()
 
 
+class Others(Wide):
+    """A large first layer, and weights as large that no linear layer multiplies by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.ParameterList(torch.randn(4, 64, 1024) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).square().mean()
+        for other in self.others:
+            y = y + torch.einsum("bn,knm->kbm", x, other).square().mean()
+        return y
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [6 * WEIGHT, WEIGHT // 2])
+def test_a_forecast_says_which_weights_stay_whole_whether_it_fits_or_not(memory: int) -> None:
+    forecast = mtcompile.plan(Others(), {"x": torch.randn(4, 64)}, memory=memory, fragments="exact", machine="rtx4090")
+    assert forecast.feasible == (memory > WEIGHT)
+    told = [note for note in forecast.notes if note.startswith("whole: ")]
+    assert [note.partition(";")[0] for note in told[:3]] == [f"whole: others.{index}" for index in range(3)]
+    assert "bmm" in told[0] and "linear layers" in told[0] and told[3] == "whole: 2 more large weights, such as others.3"
+    assert all(note in str(forecast) for note in told)
+
+
 @pytest.mark.slow
 def test_the_plan_says_why_a_tied_weight_stays_whole_and_a_refusal_what_keeps_all_whole() -> None:
     compiled, fragments, plain = trained(Tied, 6 * WEIGHT, fragments="exact")

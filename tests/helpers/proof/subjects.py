@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from mtcompile.passes import rewrite
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.joint.accumulate import Micro, repeat, weights_of
+from mtcompile.passes.joint.accumulate import Micro, joining_of, repeat
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.lower import lower
 from mtcompile.passes.plan import Plan, Updates
@@ -120,7 +120,7 @@ def _traced(model: str, micro_batches: int) -> tuple[fx.GraphModule, fx.GraphMod
     if micro_batches > 1:
         split = tuple(spec.index for spec in joint.meta["inputs"] if spec.role == "input")
         micro = Micro(micro_batches, split, len(inputs), wide=True)
-        joint = repeat(joint, micro, weights_of(joint, micro))
+        joint = repeat(joint, micro, joining_of(joint, micro))
         inputs += [inputs[index].flip(0).clone() for _ in range(1, micro_batches) for index in split]
     return joint, build(joint, input_homes=InputHomes(experts="used")), tuple(inputs)
 

@@ -72,6 +72,24 @@ def test_a_refusal_names_what_keeps_weights_off_the_disk(updates: Updates | None
     assert any(f"(with {missing}" in what for what in texts), texts
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("updates", [None, Updates()])
+def test_the_largest_parts_of_the_smallest_host_are_parts_of_it(updates: Updates | None) -> None:
+    """And it works. Some of what trains is on the device."""
+    step = trace(Named(4), {"x": torch.zeros((64, 16), dtype=torch.int64)}).step
+    budgets = Budgets(2_200_000, None, updates=updates, disk=1 << 30, disk_staging=1 << 15, disk_updates=updates is not None)
+
+    def planned(host: int) -> Planned:
+        problem = PlanningProblem(step, Machine(), replace(budgets, host=host))
+        return within_disk(problem, lambda p: (p, make_plan(p, "offload-all")))[1]
+
+    with pytest.raises(DoesNotFit) as refused:
+        planned(1 << 14)
+    assert refused.value.tier == "host" and refused.value.causes
+    assert sum(nbytes for _, nbytes in refused.value.causes) <= refused.value.minimum
+    assert planned(refused.value.minimum).plan.peak_bytes["host"] <= refused.value.minimum
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
 def test_nobody_is_advised_to_take_the_optimizer_that_is_used(optimizer: str) -> None:
     error = host_error(DoesNotFit("host", 10, ()), Options(host=5), 0, 0, 7, optimizer)

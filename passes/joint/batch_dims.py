@@ -1,0 +1,342 @@
+"""Finds the dimension along which an output of a captured micro-batch has the batch, so that those of all can be put together.
+
+The batch is followed from the inputs that are cut through every operation that an output is made of:
+
+    x [4, 8]  --t-->  [8, 4]  --view-->  [2, 4, 4]  --sum over 0-->  [4, 4]
+    dim 0             dim 1              dim 1                       dim 0
+
+Operations on shapes that are given as numbers are followed by arithmetic. Of all others, the shape function is asked what a
+micro-batch of twice as many rows would give: the dimension that is twice as long then is the batch's. Where none is, the value
+is a reduction over the batch; where several are, or rows trade places (a sort, a sum so far), it is not known to be per row.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile.passes.joint.batch_shapes import (
+    REDUCED,
+    SHARED,
+    UNKNOWN,
+    Along,
+    Place,
+    Places,
+    args_of,
+    of_twice_as_many,
+    shape_of,
+)
+from mtcompile.passes.step_graph import is_random, restride
+
+aten = torch.ops.aten
+_MOST_ELEMENTS = 1 << 20  # of constants, such as arange(batch), whose numbers are looked at
+
+
+class Batch:
+    """Tells where values of a captured micro-batch have the batch. ``split``: the inputs that have it in front, in ``rows``."""
+
+    def __init__(self, split: Collection[fx.Node], rows: int) -> None:
+        self._following = _Following(split, rows)
+
+    def dim(self, value: fx.Node) -> int | None:
+        """Returns the dimension along which the batch's parts of a value are put together; None where it is no such value, or
+        not known to be one."""
+        place = self._following.of(value)
+        return place.dim if isinstance(place, Along) and place.outer == 1 and not place.routed else None
+
+    def is_reduced(self, value: fx.Node) -> bool:
+        """Says whether a value has the same shape however many rows there are, and is made of all of them."""
+        return self._following.of(value) == REDUCED
+
+    def is_count(self, value: fx.Node) -> bool:
+        """Says whether a value is a sum over all rows, to which those of the micro-batches add up; or whether any is true."""
+        while value.target in _SAME_ELEMENTS:
+            value = value.all_input_nodes[0]
+        if value.target is aten.add.Tensor and len(value.all_input_nodes) == 2:
+            return all(map(self.is_count, value.all_input_nodes))
+        sums = value.target in (aten.sum.default, aten.sum.dim_IntList, aten.any.default) and value.meta["val"].numel() == 1
+        return sums and isinstance(self._following.of(value.all_input_nodes[0]), Along)
+
+
+class _Following:
+    """Follows the batch from operation to operation. ``places``: what is known of each value so far."""
+
+    def __init__(self, split: Collection[fx.Node], rows: int) -> None:
+        self.split, self.rows = frozenset(split), rows
+        self.places: dict[fx.Node, Places] = {}
+
+    def of(self, value: fx.Node) -> Places:
+        todo = [value]
+        while todo:  # no recursion: a graph is thousands of operations deep
+            node = todo[-1]
+            missing = [operand for operand in node.all_input_nodes if operand not in self.places]
+            if missing:
+                todo += missing
+                continue
+            todo.pop()
+            if node not in self.places:
+                self.places[node] = self._made(node)
+        return self.places[value]
+
+    def _made(self, node: fx.Node) -> Places:
+        if node.op != "call_function":
+            return Along(0) if node in self.split else SHARED
+        places = [self.places[operand] for operand in node.all_input_nodes]
+        if node.target is operator.getitem:
+            several = places[0]
+            return several[args_of(node)[1]] if isinstance(several, tuple) else several
+        if all(place == SHARED for place in places) or node.target in _FILLED:
+            return SHARED
+        if UNKNOWN in places or any(isinstance(place, tuple) for place in places):
+            return UNKNOWN
+        named = next((rule for name, rule in _NAMED.items() if name in str(node.target)), None)
+        rule = named or _RULES.get(node.target)
+        if rule is None and (torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _ALIKE):
+            rule = _pointwise
+        return (rule or of_twice_as_many)(self, node)
+
+    def along(self, node: fx.Node) -> Iterator[tuple[fx.Node, Along]]:
+        """The operands that have the batch along a dimension."""
+        for operand in node.all_input_nodes:
+            if isinstance(place := self.places[operand], Along):
+                yield operand, place
+
+
+# -------------------------------------------------------------------------------------------------------- known by name
+
+
+def _pointwise(following: _Following, node: fx.Node) -> Place:
+    """Operands are aligned at their last dimension. What has no batch is read by each row alike."""
+    shape, places = shape_of(node), set[Along]()
+    for operand, place in following.along(node):
+        dim = place.dim + len(shape) - len(shape_of(operand))
+        if shape[dim] != shape_of(operand)[place.dim]:
+            return UNKNOWN
+        places.add(replace(place, dim=dim))
+    if node.target is aten.add.Tensor and any(not place.routed for place in places):
+        places = {replace(place, routed=False) for place in places}  # hidden states, and what experts add to them
+    if len({replace(place, routed=False) for place in places}) > 1:
+        return UNKNOWN
+    return max(places, key=lambda place: place.routed, default=REDUCED)
+
+
+def _view(following: _Following, node: fx.Node) -> Place:
+    """Another shape of the same elements, in row-major order: as many are before and behind the rows as there were."""
+    source: Any = node.args[0]
+    place, shape, out = following.places[source], shape_of(source), shape_of(node)
+    if not isinstance(place, Along):
+        return place
+    if place.outer == 1 and out[: place.dim + 1] == shape[: place.dim + 1]:
+        return place
+    before, places = prod(shape[: place.dim]) * place.outer, list[Along]()
+    for dim, length in enumerate(out):
+        outer, rest = divmod(before, prod(out[:dim]))
+        if outer and not rest and length % (outer * following.rows) == 0:
+            places.append(replace(place, dim=dim, outer=outer))
+    if len(out) >= len(shape):  # one row may be in several places; [tokens, 1, n] as [tokens, heads, n / heads]
+        places.sort(key=lambda each: each.outer > 1)
+    return places[0] if places else UNKNOWN
+
+
+def _expand(following: _Following, node: fx.Node) -> Place:
+    source: Any = node.args[0]
+    place, shape, out = following.places[source], shape_of(source), shape_of(node)
+    if not isinstance(place, Along):
+        return place
+    dim = place.dim + len(out) - len(shape)
+    return replace(place, dim=dim) if out[dim] == shape[place.dim] else UNKNOWN
+
+
+def _repeat(following: _Following, node: fx.Node) -> Place:
+    source, times = args_of(node)
+    place = following.places[source]
+    if not isinstance(place, Along):
+        return UNKNOWN
+    dim = place.dim + len(times) - len(shape_of(source))
+    return replace(place, dim=dim, outer=place.outer * times[dim])
+
+
+def _slice(following: _Following, node: fx.Node) -> Places:
+    source: Any = node.args[0]
+    return following.places[source] if shape_of(source) == shape_of(node) else of_twice_as_many(following, node)
+
+
+def _index(following: _Following, node: fx.Node) -> Places:
+    """x[indices]. Where rows are picked, each picks from itself, as in x[arange(batch), last], or it is by numbers of the
+    batch's own."""
+    source, indices = args_of(node)[:2]
+    place: Any = following.places[source]
+    index = indices[place.dim] if isinstance(place, Along) and place.dim < len(indices) else None
+    if index is None:
+        return of_twice_as_many(following, node)
+    if following.places[index] != SHARED:
+        return _routed(following, node)
+    own = _dim_of_own(index, shape_of(source)[place.dim], following.rows) if place.outer == 1 else None
+    if own is None:
+        return UNKNOWN
+    at = [number for number, each in enumerate(indices) if each is not None]
+    dims = max(len(shape_of(indices[number])) for number in at)
+    own += dims - len(shape_of(index))
+    for each, other in following.along(node):
+        if each is not source and other.dim + dims - len(shape_of(each)) != own:
+            return UNKNOWN
+    adjacent = at[-1] - at[0] + 1 == len(at)
+    return replace(place, dim=own + (at[0] if adjacent else 0))
+
+
+def _put(following: _Following, node: fx.Node) -> Places:
+    """x[indices] = values."""
+    source, indices = args_of(node)[:2]
+    place: Any = following.places[source]
+    at = next(number for number, each in enumerate(indices) if each is not None)
+    if isinstance(place, Along) and place.dim != at:
+        return place if all(other == place for _, other in following.along(node)) else UNKNOWN
+    index, length = indices[at], shape_of(source)[at]
+    if following.places[index] != SHARED:
+        return Along(at, routed=True) if length % following.rows == 0 else REDUCED
+    own = None if length % following.rows else _dim_of_own(index, length, following.rows)
+    routed = any(other.routed for _, other in following.along(node))
+    return UNKNOWN if own is None else Along(at, routed=routed)
+
+
+def _routed(following: _Following, node: fx.Node) -> Place:
+    """Rows are picked, or added up, by numbers of the batch's own."""
+    dim: Any = node.args[1] if isinstance(node.args[1], int) else 0
+    fits = shape_of(node)[dim] % following.rows == 0
+    fits = fits and all(place.outer == 1 and place.dim == dim for _, place in following.along(node))
+    return Along(dim, routed=True) if fits else UNKNOWN
+
+
+def _scatter(following: _Following, node: fx.Node) -> Places:
+    """Along the batch's dimension, rows are picked; along another, each row has its own."""
+    dim = args_of(node)[1] % max(len(shape_of(node)), 1)
+    picks = any(place.dim == dim for _, place in following.along(node))
+    return _routed(following, node) if picks else of_twice_as_many(following, node, written=node.target not in _PICKS)
+
+
+def _written(following: _Following, node: fx.Node) -> Places:
+    """A part of the first operand is written over."""
+    return of_twice_as_many(following, node, written=True)
+
+
+def _masked(following: _Following, node: fx.Node) -> Place:
+    """masked_scatter(x, mask, source): each row takes its own part of the source, as a sequence takes its images."""
+    places = [place for _, place in following.along(node)]
+    return replace(places[0], routed=False) if all(place == Along(0) for place in places) else UNKNOWN
+
+
+def _grouped(following: _Following, node: fx.Node) -> Place:
+    """grouped_mm(x [tokens, n], weights [experts, n, m], ends): the expert of a row depends on the row's place."""
+    place = following.places[args_of(node)[0]]
+    return Along(0, routed=True) if isinstance(place, Along) and place.dim == 0 and len(shape_of(node)) == 2 else UNKNOWN
+
+
+def _triangle(following: _Following, node: fx.Node) -> Places:
+    """Elements are kept by their place in the last two dimensions."""
+    inside = any(place.dim >= len(shape_of(node)) - 2 for _, place in following.along(node))
+    return UNKNOWN if inside else of_twice_as_many(following, node)
+
+
+def _in_dims(*dims: int) -> Callable[[_Following, fx.Node], Places]:
+    """A rule of operations whose batch can only be in some dimensions."""
+
+    def rule(following: _Following, node: fx.Node) -> Places:
+        fits = all(place.dim in dims for _, place in following.along(node))
+        return of_twice_as_many(following, node) if fits else UNKNOWN
+
+    return rule
+
+
+def _group_norm(following: _Following, node: fx.Node) -> Places:
+    place = following.places[args_of(node)[0]]
+    return (place,) * 3 if place == Along(0) else (UNKNOWN,) * 3
+
+
+def _recurrent(following: _Following, node: fx.Node) -> Places:
+    """Inputs [tokens, batch, n], results such, and states [..., batch, n]."""
+    place = following.places[args_of(node)[0]]
+    fits = isinstance(place, Along) and place == Along(1)
+    return tuple(Along(val.dim() - 2) if fits and val.dim() > 1 else UNKNOWN for val in node.meta["val"])
+
+
+def _strided(following: _Following, node: fx.Node) -> Place:
+    """The same elements in the same places, where a dimension of one element may have another stride."""
+    source: Any = node.args[0]
+    places = [
+        [(size, stride) for size, stride in zip(each.shape, each.stride(), strict=True) if size != 1]
+        for each in (source.meta["val"], node.meta["val"])
+    ]
+    alike = places[0] == places[1] and shape_of(source) == shape_of(node)
+    return _place(following, source) if alike else UNKNOWN
+
+
+def _place(following: _Following, node: fx.Node) -> Place:
+    place = following.places[node]
+    return UNKNOWN if isinstance(place, tuple) else place
+
+
+def _dim_of_own(index: fx.Node, length: int, rows: int) -> int | None:
+    """The dimension of an index whose numbers are those of the same row: 0, 1, 2... for one element of each."""
+    dim = next((dim for dim, size in enumerate(shape_of(index)) if size == prod(shape_of(index))), None)
+    numbers = None if dim is None or shape_of(index)[dim] % rows else _constant(index)
+    if numbers is None:
+        return None
+    each = numbers.flatten() % length // (length // rows)
+    own = torch.arange(len(each)) // (len(each) // rows)
+    return dim if torch.equal(each, own) else None
+
+
+def _constant(node: fx.Node) -> torch.Tensor | None:
+    """What an operation makes of nothing that is given to a step; None where it reads such a thing, or is large or random."""
+    order, todo = list[fx.Node](), [node]
+    while todo:
+        each = todo.pop()
+        val = each.meta.get("val")
+        known = each.op == "call_function" and isinstance(val, torch.Tensor) and not is_random(each)
+        if not known or val.numel() > _MOST_ELEMENTS:
+            return None
+        order.append(each)
+        todo += each.all_input_nodes
+    values = dict[fx.Node, torch.Tensor]()
+    for each in reversed(order):
+        args, kwargs = fx.node.map_arg((each.args, each.kwargs), values.__getitem__)
+        run: Any = each.target
+        values[each] = run(*args, **{**kwargs, **({"device": "cpu"} if "device" in kwargs else {})})
+    return values[node]
+
+
+_SAME_ELEMENTS = (aten.view.default, aten.reshape.default, aten._to_copy.default, aten.clone.default, aten.alias.default)
+_FILLED = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
+_ALIKE = (restride, aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default)
+_PICKS = (aten.gather.default, aten.index_select.default)
+_SCATTERS = (aten.index_add.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two)
+_ATTENTIONS = (
+    *(aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default),
+    *(aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default),
+)
+_NAMED: dict[str, Callable[[_Following, fx.Node], Places]] = {  # in several libraries
+    "grouped_mm": _grouped,
+    "rnn": _recurrent,
+}
+_RULES: dict[Any, Callable[[_Following, fx.Node], Places]] = {
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view),
+    **dict.fromkeys(_ATTENTIONS, _in_dims(0, 1)),
+    **dict.fromkeys((*_PICKS, *_SCATTERS), _scatter),
+    **dict.fromkeys((aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default), _written),
+    **dict.fromkeys((aten.triu.default, aten.tril.default), _triangle),
+    aten.convolution.default: _in_dims(0),
+    aten.as_strided.default: _strided,
+    aten.expand.default: _expand,
+    aten.repeat.default: _repeat,
+    aten.slice.Tensor: _slice,
+    aten.index.Tensor: _index,
+    aten.index_put.default: _put,
+    aten.masked_scatter.default: _masked,
+    aten.native_group_norm.default: _group_norm,
+}

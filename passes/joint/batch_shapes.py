@@ -1,0 +1,133 @@
+"""Asks an operation's shape function where the batch is in its results: what would they be with twice as many rows?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from mtcompile.passes.step_graph import iter_tensors
+
+aten = torch.ops.aten
+_MOVES = (aten.transpose.int, aten.permute.default, aten.t.default, aten.unsqueeze.default, aten.stack.default)
+_MOVES += (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """The batch is a part of dimension ``dim``: of ``outer`` times rows times more elements, the rows are in the middle.
+    ``routed``: elements of each row were picked by numbers of the batch's own, as experts' tokens are; those of other rows
+    may be among them until this is added to what is known to be of each row."""
+
+    dim: int
+    outer: int = 1
+    routed: bool = False
+
+
+SHARED, REDUCED, UNKNOWN = "the same for all rows", "reduced over the batch", "not known to be of each row"
+Place = Along | str
+Places = Place | tuple[Place, ...]
+
+
+class Following(Protocol):
+    """What is known so far: the place of the batch in each value, of a micro-batch of so many ``rows``."""
+
+    rows: int
+    places: Mapping[fx.Node, Places]
+
+    def along(self, node: fx.Node) -> Iterator[tuple[fx.Node, Along]]:
+        """The operands that have the batch along a dimension."""
+
+
+def of_twice_as_many(following: Following, node: fx.Node, written: bool = False) -> Places:
+    """What the shape function makes of twice as many rows. Operands that all rows share may have the batch's length too, such
+    as zeros(batch, n): these are lengthened where the operation does not work otherwise, or the first if it is ``written``."""
+    vals: Any = node.meta["val"]
+    along = [(shape_of(operand)[place.dim], place) for operand, place in following.along(node)]
+    if not along:
+        return REDUCED if isinstance(vals, torch.Tensor) else (REDUCED,) * len(vals)
+
+    def same_dim(operand: fx.Node) -> int | None:
+        shape = shape_of(operand)
+        return next((place.dim for length, place in along if shape[place.dim : place.dim + 1] == (length,)), None)
+
+    def first_dim(operand: fx.Node) -> int | None:
+        lengths = {length for length, _ in along}
+        return next((dim for dim, length in enumerate(shape_of(operand)) if length in lengths), None)
+
+    made, ways = None, [same_dim] if written else [lambda operand: None, same_dim, first_dim]
+    for lengthened in ways:
+        made = _run(following, node, lengthened) if made is None else made
+    if made is None:
+        return UNKNOWN
+    if isinstance(vals, torch.Tensor):
+        return _compared(following, node, vals, made)
+    return tuple(
+        _compared(following, node, val, new) if isinstance(val, torch.Tensor) else SHARED
+        for val, new in zip(vals, made, strict=True)
+    )
+
+
+def _run(following: Following, node: fx.Node, lengthened: Callable[[fx.Node], int | None]) -> Any:
+    """Runs an operation on tensors without content, of twice as many rows; None where it does not work. ``lengthened``: the
+    dimension of an operand without the batch that is lengthened too."""
+
+    def longer(operand: fx.Node) -> Any:
+        place = following.places[operand]
+        dim = place.dim if isinstance(place, Along) else lengthened(operand)
+        shape = [2 * length if at == dim else length for at, length in enumerate(shape_of(operand))]
+        return torch.empty(shape, dtype=operand.meta["val"].dtype, device="meta")
+
+    try:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), longer)
+        target: Any = node.target
+        return target(*args, **{**kwargs, **({"device": "meta"} if "device" in kwargs else {})})
+    except Exception:  # whatever a shape function says of shapes that do not fit
+        return None
+
+
+def _compared(following: Following, node: fx.Node, val: torch.Tensor, new: Any) -> Place:
+    """The place of the batch in a result, from the shape that it has with twice as many rows."""
+    if not isinstance(new, torch.Tensor) or new.dim() != val.dim():
+        return UNKNOWN
+    longer = [dim for dim, (one, other) in enumerate(zip(val.shape, new.shape, strict=True)) if one != other]
+    if not longer:
+        return REDUCED
+    places = {(shape_of(operand)[place.dim], place.outer) for operand, place in following.along(node)}
+    (length, outer), *others = places
+    if others or len(longer) > 1 or val.shape[longer[0]] != length or new.shape[longer[0]] != 2 * length:
+        return UNKNOWN
+    routed = any(place.routed for _, place in following.along(node))
+    if _runs_along(following, node):  # numbers that sort rows may route them
+        return UNKNOWN if val.is_floating_point() else Along(longer[0], outer, routed=True)
+    return Along(longer[0], outer, routed)
+
+
+def _runs_along(following: Following, node: fx.Node) -> bool:
+    """Says whether an operation names the batch's dimension as the one that it works along."""
+    if node.target in _MOVES:
+        return False
+    rank = max(len(shape_of(operand)) for operand in node.all_input_nodes)
+    for position, argument in enumerate(getattr(getattr(node.target, "_schema", None), "arguments", ())):
+        if argument.name not in ("dim", "dims", "dimension"):
+            continue
+        given: Any = (
+            node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+        )
+        if given is None or given == []:
+            return True
+        dims = {dim % rank for dim in ([given] if isinstance(given, int) else given)}
+        if any(place.dim in dims and len(shape_of(operand)) == rank for operand, place in following.along(node)):
+            return True
+    return False
+
+
+def args_of(node: fx.Node) -> Any:
+    return node.args
+
+
+def shape_of(node: Any) -> Sequence[int]:
+    return tuple(next(iter_tensors(node)).shape)

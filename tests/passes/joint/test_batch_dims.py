@@ -1,0 +1,233 @@
+"""accumulate=k: what a model returns is put together along the dimension that has the batch, and refused if there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mtcompile
+from mtcompile.errors import CaptureError
+
+pytestmark = pytest.mark.slow  # it compiles several models
+
+WIDTH = 4  # as many as a micro-batch has rows
+Made = Callable[[nn.Module, Tensor, Tensor], Any]
+
+
+class Returning(nn.Module):
+    """Returns a loss and what ``made`` makes of the model, the input [batch, WIDTH] and hidden values of its shape."""
+
+    def __init__(self, made: Made) -> None:
+        super().__init__()
+        self.first, self.last, self.made = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), made
+        self.register_buffer("of_batch", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.first(x).tanh()
+        return self.last(h).square().mean(), self.made(self, x, h)
+
+
+def returned(made: Made, count: int, batch: int = 8) -> tuple[Any, list[Any]]:
+    """What a model returns with micro-batches, and what plain ones return for each."""
+    plain, model = Returning(made), Returning(made)
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(1))
+    mtcompile.compile(model, memory="1MiB", device="cpu", accumulate=count)
+    return model(x)[1], [plain(part)[1] for part in x.chunk(count)]
+
+
+def assign(model: nn.Module, name: str, value: Tensor) -> Tensor:
+    setattr(model, name, value.detach())
+    return value.sum(1) if value.dim() > 1 else value.sum()
+
+
+NOT_OF_ROWS: dict[str, Made] = {
+    "mean": lambda m, x, h: h.mean(0),
+    "maximum": lambda m, x, h: h.max(dim=0).values,
+    "whole number": lambda m, x, h: x.argmax(),
+    "all": lambda m, x, h: (x < 9).all(),
+    "products of columns": lambda m, x, h: h.t() @ h,
+    "pairs of rows": lambda m, x, h: h @ h.t(),
+    "pairs of rows and their bias": lambda m, x, h: h @ h.t() + h[:, :1],
+    "both orders": lambda m, x, h: h + h.t(),
+    "flipped": lambda m, x, h: h.flip(0),
+    "rolled": lambda m, x, h: h.roll(1),
+    "sorted": lambda m, x, h: h.sort(0).values,
+    "sums so far": lambda m, x, h: h.cumsum(0),
+    "softmax": lambda m, x, h: h.softmax(0),
+    "twice": lambda m, x, h: torch.cat([h, h]),
+    "repeated": lambda m, x, h: h.repeat(2, 1),
+    "first rows": lambda m, x, h: h[:2] * 1,
+    "expanded": lambda m, x, h: h.mean(0).expand(WIDTH, WIDTH) * 1,
+    "picked": lambda m, x, h: h[x[:, 0].argsort()],
+    "columns and rows": lambda m, x, h: h.t().reshape(-1),
+    "attribute": lambda m, x, h: assign(m, "kept", h.mean(0)),
+    "assigned buffer": lambda m, x, h: assign(m, "of_batch", h.mean(0)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_OF_ROWS)
+def test_what_has_no_part_of_each_row_is_refused(name: str) -> None:
+    with pytest.raises(CaptureError, match=r"no dimension known to have a part of each row.*accumulate=1"):
+        returned(NOT_OF_ROWS[name], 2)
+
+
+def everything(m: nn.Module, x: Tensor, h: Tensor) -> dict[str, Tensor]:
+    rows = torch.arange(len(x))
+    image = h.unsqueeze(2).expand(-1, -1, 6).reshape(len(x), 2, 2, 6)
+    tokens = h.unsqueeze(1).expand(-1, 3, -1) * torch.tensor([[1.0], [2.0], [3.0]])
+    front = tokens.transpose(0, 1)
+    flat = F.linear(front.reshape(-1, WIDTH), h.new_ones(2, WIDTH)).view(3, len(x), 2)
+    labels = x.argmax(1)
+    return {
+        "same": h * 2,
+        "columns": h.t() * 1,
+        "middle": front.contiguous(),
+        "back from one row of tokens": flat,
+        "less the mean": h - h.mean(0),
+        "attended": F.scaled_dot_product_attention(tokens, tokens, tokens),
+        "convolved": F.conv2d(image, image.new_ones(3, 2, 1, 1)),
+        "normed": F.group_norm(F.layer_norm(image, (6,)), 2),
+        "losses": F.cross_entropy(h, labels, reduction="none"),
+        "one hot": F.one_hot(labels, WIDTH),
+        "picked of each": tokens[rows, labels % 3],
+        "put into each": tokens.index_put((rows, labels % 3), h),
+        "gathered": h.gather(1, labels[:, None]),
+        "most": h.topk(2).indices,
+        "joined": torch.cat([h, torch.zeros(len(x), 1)], 1),
+        "stacked": torch.stack([h, h]),
+        "tokens in a row": tokens.reshape(-1, WIDTH),
+        "distances": torch.cdist(tokens, tokens),
+        "triangles": tokens.tril(),
+        "each twice": h.repeat_interleave(2, 0),
+    }
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_what_has_a_part_of_each_row_is_put_together(count: int) -> None:
+    found, parts = returned(everything, count)
+    dims = {"columns": 1, "middle": 1, "back from one row of tokens": 1, "stacked": 1}
+    for name, value in found.items():
+        assert torch.equal(value, torch.cat([part[name] for part in parts], dims.get(name, 0))), name
+
+
+def test_counts_are_added_up() -> None:
+    found, parts = returned(lambda m, x, h: ((h > 0).sum(), (x > 2).sum() + (x < 0).sum(), (x > 1).any()), 4)
+    assert [int(value) for value in found[:2]] == [sum(int(part[at]) for part in parts) for at in range(2)]
+    assert bool(found[2]) == any(bool(part[2]) for part in parts)
+
+
+def test_a_gradient_arrives_along_the_dimension_that_has_the_batch() -> None:
+    plain, model = (Returning(lambda m, x, h: h.t() * 3) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    mtcompile.compile(model, memory="1MiB", device="cpu", accumulate=2)
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+    loss, columns = model(x)
+    (loss + columns.square().sum()).backward()
+    for part in x.chunk(2):
+        loss, columns = plain(part)
+        (loss / 2 + columns.square().sum()).backward()
+    for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad), name  # type: ignore[arg-type]
+
+
+class Routed(nn.Module):
+    """Sends tokens [batch, 3, WIDTH], sorted by expert, through experts; returns hidden values and the router's logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 3), nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = x.view(-1, WIDTH)
+        logits = self.router(tokens)
+        weights, chosen = logits.softmax(-1).topk(2)
+        order = chosen.flatten().argsort(stable=True)
+        places = order // 2
+        made = torch.einsum("tn,tnm->tm", tokens[places], self.experts[chosen.flatten()[order]])
+        mixed = torch.zeros_like(tokens).index_add(0, places, made * weights.flatten()[order].unsqueeze(1))
+        hidden = x + mixed.view_as(x)
+        return hidden.square().mean(), hidden, logits
+
+
+def test_hidden_values_of_experts_and_the_logits_of_a_router() -> None:
+    torch.manual_seed(0)
+    plain, model = Routed(), Routed()
+    model.load_state_dict(plain.state_dict())
+    mtcompile.compile(model, memory="1MiB", device="cpu", accumulate=2)
+    x = torch.randn(8, 3, WIDTH)
+    _, hidden, logits = model(x)
+    parts = [plain(part) for part in x.chunk(2)]
+    assert torch.equal(hidden, torch.cat([part[1] for part in parts]))
+    assert torch.equal(logits, torch.cat([part[2] for part in parts]))
+
+
+class Balanced(nn.Module):
+    """Returns a loss with a router's part, and that part, which is no sum over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.layer(x)
+        of_router = (logits.softmax(-1).mean(0) * F.one_hot(logits.argmax(-1), WIDTH).float().mean(0)).sum()
+        return F.cross_entropy(logits, labels) + 0.5 * of_router, of_router
+
+
+def test_a_part_of_a_loss_weighs_as_the_loss_does() -> None:
+    plain, model = Balanced(), Balanced()
+    model.load_state_dict(plain.state_dict())
+    mtcompile.compile(model, memory="1MiB", device="cpu", accumulate=2)
+    x, labels = torch.randn(8, WIDTH), torch.tensor([0, 1, 2, 3, 0, 1, -100, -100])
+    parts = [plain(*part) for part in zip(x.chunk(2), labels.chunk(2), strict=True)]
+    for found, *of_parts in zip(model(x, labels), *parts, strict=True):
+        torch.testing.assert_close(found, (4 * of_parts[0] + 2 * of_parts[1]) / 6)
+
+
+def test_fields_of_a_model_output() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_local_experts": 4}
+    config = transformers.MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, output_router_logits=True)
+    plain, model = (transformers.MixtralForCausalLM(config).train() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    tokens = torch.randint(32, (6, 5))
+    model(input_ids=tokens)  # it installs hooks of its own in its first call
+    mtcompile.compile(model, memory="64MiB", device="cpu", accumulate=2)
+    parts = [plain(input_ids=part, labels=part) for part in tokens.chunk(2)]
+    found = model(input_ids=tokens, labels=tokens)
+    assert torch.equal(found.logits, torch.cat([part.logits for part in parts]))
+    assert torch.equal(found.router_logits[0], torch.cat([part.router_logits[0] for part in parts]))
+    torch.testing.assert_close(found.aux_loss, (parts[0].aux_loss + parts[1].aux_loss) / 2)
+    cached = [part.past_key_values.layers[0].keys for part in parts]
+    assert torch.equal(found.past_key_values.layers[0].keys, torch.cat(cached))
+
+
+class OfMeans(nn.Module):
+    """Sums, or averages, the mean of the batch; the width is a multiple of the rows of a micro-batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(WIDTH, WIDTH), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.layer(x).mean(0)
+        return {"sum": mean.sum(), "mean": mean.mean(), "squares": mean.square().sum()}[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean", "squares"])
+def test_a_loss_of_the_mean_of_a_batch_is_not_added_up(kind: str) -> None:
+    plain, model = OfMeans(kind), OfMeans(kind)
+    model.load_state_dict(plain.state_dict())
+    mtcompile.compile(model, memory="1MiB", device="cpu", accumulate=2)
+    x = torch.randn(8, WIDTH)
+    if kind == "squares":
+        with pytest.raises(CaptureError, match="it cannot be told how much each micro-batch weighs"):
+            model(x)
+        return
+    torch.testing.assert_close(model(x), plain(x))
