@@ -16,11 +16,11 @@ from typing import Self
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Certificate, Decision, Plan, Updates
+from mtcompile.passes.planning.climbs.climb import Climbs, Limits, climbs_of
+from mtcompile.passes.planning.climbs.hosts import HostClimbs, Pace, host_climbs
 from mtcompile.passes.planning.evaluate import completed, evaluate, exact, identity, shortfall
-from mtcompile.passes.planning.figures.climb import Climbs, Ways, differ, kicks, limits_between, moves
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.lean import lean_plans, slower_than_some
-from mtcompile.passes.planning.figures.room import rooms
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
 from mtcompile.passes.planning.frontier import (
     Frontier,
@@ -30,7 +30,6 @@ from mtcompile.passes.planning.frontier import (
     fits_host,
     frontier_within,
     missing_nbytes,
-    most_promising_gap,
     pareto,
     undominated,
 )
@@ -38,11 +37,11 @@ from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided,
 from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.program import Infeasible, NoSolver
 from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve, certificate, faster_from_host, relaxation
-from mtcompile.passes.planning.linear.seeds import Rounding, seed_ladders
+from mtcompile.passes.planning.linear.seeds import Rounding, Within, seed_ladders
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, Store, no_progress
-from mtcompile.passes.planning.search import unseen_neighbours
+from mtcompile.passes.planning.search import refine, unseen_neighbours
 from mtcompile.passes.step_graph import kernel_of, regions
 from mtcompile.runtime.schedule import Schedule
 
@@ -52,7 +51,6 @@ _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
 _FRONTIERS = 3  # whose gaps are looked into: of all points, and of those within two limits on the host
 _REFINED = 100  # plans evaluated between two of a ladder
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
-_PATIENCE = 4  # at most: times as many plans that climbs evaluate of small steps
 _FEW_SEARCHED = 30  # fewer are no search of a step: plans are improved by moves that its equal blocks share
 
 
@@ -75,9 +73,10 @@ class Candidates:
         self._points: list[Point] = []
         self._varied_points: list[Point] | None = None
         self._improved: Climbs | None = None
-        self._climbed: dict[int, Plan] = {}  # plans that climbs of earlier runs found, by limit
+        self._on_hosts: HostClimbs | None = None
+        self._climbed: dict[Limits, Plan] = {}  # plans that climbs of earlier runs found
         self._kept = -1  # how many climbs are stored; -1: not even points
-        self._bounding: Relaxed | None = None  # the bound that was asked for last; the next one is near
+        self._bounding: dict[bool, Relaxed] = {}  # the bounds that were asked for last, by whether the host had no limit
 
     @classmethod
     def like(cls, known: Candidates, problem: PlanningProblem) -> Self:
@@ -112,7 +111,8 @@ class Candidates:
 
     def go_by_schedules(self) -> bool:
         """Forgets all figures of summaries, and makes no more. Tells whether there were any."""
-        could, self._evaluator.able, self._varied_points, self._improved = self._evaluator.able, False, None, None
+        could, self._evaluator.able, self._varied_points = self._evaluator.able, False, None
+        self._improved, self._on_hosts = None, None
         self._figures, self._paces, self._points, self._climbed = {}, {}, [], {}
         self.__dict__.pop("resident", None)
         return could
@@ -257,7 +257,10 @@ class Candidates:
             varied = [plan] if less is None else [plan, self.evaluate(less).plan]
             return [one for one in varied if fits(one, budgets) and one.total_us >= plan.total_us]
 
-        plan = climbs.best(budgets.device, candidate.plan, fitting)
+        plan = candidate.plan
+        if budgets.host is not None:
+            plan = self._climbs_on_hosts(climbs).best(budgets.device, budgets.host, plan)
+        plan = climbs.best(budgets.device, plan, fitting, budgets.host)
         return candidate if plan is candidate.plan else self.evaluate(plan)
 
     @property
@@ -334,7 +337,7 @@ class Candidates:
 
     def _search(self, resident: Plan) -> None:
         """Evaluates plans spread over every ladder, then varies them by local search."""
-        self._improved, self._climbed, self._kept, self._varied_points = None, {}, -1, None
+        self._improved, self._on_hosts, self._climbed, self._kept, self._varied_points = None, None, {}, -1, None
         for ladder in self._by_density:  # before ``_floor`` asks for figures alone: pacing also needs the schedules
             self._paced(ladder[0])
         per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(regions(self.problem.step))), MOST_POINTS)
@@ -348,7 +351,7 @@ class Candidates:
         for done, (ladder, position) in enumerate(sampled):
             self.progress("planning", done, len(sampled) + remaining)
             points.append(Point(self._paced(ladder[position]).plan, ladder, position))
-        self._refine(points, min(MOST_SEARCHED, _REFINED))
+        refine(points, min(MOST_SEARCHED, _REFINED), lambda plan: self._paced(plan).plan, self.progress)
         self._explore(points, remaining)
         self._points = points
 
@@ -358,37 +361,33 @@ class Candidates:
         operations = sum(len(kernel_of(self.problem.step, region).graph.nodes) for region in regions(self.problem.step))
         return min(MOST_SEARCHED, _SEARCHED // operations**2)
 
-    def _refine(self, points: list[Point], remaining: int) -> None:
-        """Adds ``remaining`` plans between two evaluated ones of a ladder, each where most seems to be gained."""
-        for done in range(remaining):
-            if (between := most_promising_gap(points)) is None:
-                return
-            self.progress("planning", done, remaining)
-            low, high = between
-            position = (low.position + high.position) // 2
-            points.append(Point(self._paced(low.ladder[position]).plan, low.ladder, position))
-
     def _climbs(self) -> Climbs | None:
         """Plans improved by moves that equal parts share; None where local search varies enough, or steps wait for a disk."""
         if "disk" in self.problem.fixed_homes.values() or not self._evaluator.able or self._most_varied >= _FEW_SEARCHED:
             return None
         if self._improved is None:
-            frontier, host = pareto(self._points), self.problem.budgets.host_activations
-            highest = frontier[-1].peak, *([self.resident.plan.peak_bytes["device"]] if differ(self.blocks) else [])
-            limits = limits_between(frontier[0].peak, highest, self.problem.machine.device_nbytes)
-            patience = max(1, min(_PATIENCE, _REGIONS_PER_LADDER // len(regions(self.problem.step))))
-            making_room = rooms(self.blocks, self.open_params, held_nbytes(self.problem.step, self.problem.budgets), host)
-            ways = Ways(moves(self.blocks, self.open_params, host), making_room, patience, kicks(self.blocks, self.open_params))
-            self._improved = Climbs(frontier, limits, ways, lambda plan: self._paced(plan).plan, self._bound_us)
-            self._improved.plans |= {limit: self.evaluate(plan).plan for limit, plan in self._climbed.items()}
+            about = self.problem, self.blocks, self.open_params, pareto(self._points), self.resident.plan.peak_bytes["device"]
+            self._improved = climbs_of(*about, lambda plan: self._paced(plan).plan, self._bound_us)
+            self._improved.plans |= {limits: self.evaluate(plan).plan for limits, plan in self._climbed.items()}
         return self._improved
 
-    def _bound_us(self, device: int) -> float:
-        """The µs of the fastest plan that could be within these bytes; 0 if that is not known."""
-        with contextlib.suppress(Infeasible):
-            self._bounding = self._relaxed({"device": device, "host": None}, like=self._bounding)
-            return self._bounding.bound_us
-        return 0.0
+    def _climbs_on_hosts(self, climbs: Climbs) -> HostClimbs:
+        """Plans improved by the same moves within limits on the host."""
+        if self._on_hosts is None:
+            held = held_nbytes(self.problem.step, self.problem.budgets)
+            seeds = Within(self._relaxed, self._by_density[0][0], Rounding(self.blocks, self.sizes), held)
+            pace = Pace(lambda plan: self.evaluate(plan).plan, climbs.evaluate)
+            self._on_hosts = host_climbs(climbs, [*self._points, *self._variants], seeds, pace)
+        return self._on_hosts
+
+    def _bound_us(self, device: int, host: int | None) -> float:
+        """The µs of ``bound_us``. Each solution begins at the one before."""
+        try:
+            relaxed = self._relaxed({"device": device, "host": host}, like=self._bounding.get(host is None))
+        except Infeasible as error:
+            return 0.0 if isinstance(error, NoSolver) else inf
+        self._bounding[host is None] = relaxed
+        return relaxed.bound_us
 
     def _explore(self, points: list[Point], remaining: int) -> None:
         """Adds plans that local search evaluates to ``points``, at most ``remaining`` of them."""

@@ -79,6 +79,7 @@ def ladders(
         starts = ahead, replace(ahead, lookahead=2), waiting_less(ahead, param_nbytes)[0]
         searched += [_Upgraded(start, at_home) for start in starts]
         searched += _loading_less(starts[-1], blocks)
+        searched.append(_crossing_late(starts[-1], blocks))
         searched.append(_Upgraded(ahead, _by_density(param_upgrades + crossing_upgrades + variant_upgrades)))
         saved_upgrades = [u for b in blocks for u in _saved_upgrades(b, machine)]
         searched.append(_Upgraded(everything_saved, [*_by_density(crossing_upgrades + saved_upgrades), *param_upgrades]))
@@ -135,6 +136,25 @@ def _loading_less(ahead: Plan, blocks: list[Block]) -> list[Ladder]:
                 plans.append(_with(plans[-1], loading(values, False, "hides behind other regions")))
             searched.append(tuple(plans))
     return searched
+
+
+def _crossing_late(ahead: Plan, blocks: Sequence[Block]) -> Ladder:
+    """Returns plans that fetch ahead in the forward, and in the backward nothing at all, not even what left blocks; then more
+    and more of it, the smallest values first. Even the fewest bytes may leave room for fetches in the forward."""
+    values = crossing_by_size(ahead, blocks)
+    plans = [_with(ahead, [d for alike in values for d in loading(alike, True, "there is no room for it")])]
+    for alike in reversed(values):
+        plans.append(_with(plans[-1], loading(alike, False, "hides behind other regions")))
+    return tuple(plans)
+
+
+def crossing_by_size(plan: Plan, blocks: Sequence[Block]) -> list[list[fx.Node]]:
+    """Returns the values that leave blocks and wait at home, equally large ones together, the largest first."""
+    by_size: dict[int, list[fx.Node]] = {}
+    for value in (value for block in blocks for value in block.crossing):
+        if plan.activation(value.name) == "host":
+            by_size.setdefault(value.meta["nbytes"], []).append(value)
+    return [by_size[nbytes] for nbytes in sorted(by_size, reverse=True)]
 
 
 def at_home_by_rank(plan: Plan, blocks: Sequence[Block]) -> list[list[fx.Node]]:

@@ -6,19 +6,31 @@ It does not depend on a budget: it improves the frontier over (peak, time), from
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.frontier import Point, most_promising
+from mtcompile.passes.planning.frontier import Point, most_promising, most_promising_gap
 from mtcompile.passes.planning.ladders import Block, activation_decision, kept_positions, variant_decision
+from mtcompile.passes.planning.problem import Progress
 from mtcompile.passes.planning.variants import Variant
 
 LOOKAHEADS = (0, 1, 2)
 _FEW = 4  # homes that are exchanged in pairs, and saved values of a block of which each is tried by itself
 _WHY = "found by local search"
+
+
+def refine(points: list[Point], most: int, evaluate: Callable[[Plan], Plan], progress: Progress) -> None:
+    """Adds plans to ``points``, each between two of a ladder where most seems to be gained, at most ``most`` of them."""
+    for done in range(most):
+        if (between := most_promising_gap(points)) is None:
+            return
+        progress("planning", done, most)
+        low, high = between
+        position = (low.position + high.position) // 2
+        points.append(Point(evaluate(low.ladder[position]), low.ladder, position))
 
 
 def signature(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, int]) -> tuple[object, ...]:

@@ -11,6 +11,7 @@ from dataclasses import astuple, fields, replace
 from typing import Any
 
 from mtcompile.passes.plan import Decision, Decisions, Plan, Updates, checked
+from mtcompile.passes.planning.climbs.climb import Limits
 from mtcompile.passes.planning.frontier import Point
 from mtcompile.passes.planning.ladders import Ladder
 from mtcompile.passes.planning.pace import with_pace
@@ -19,8 +20,8 @@ _DECISION = [field.name for field in fields(Decision)]
 _SCALARS = "lookahead", "span", "pooled", "narrow", "disk_lookahead", "disk_direct", "peak_bytes", "step_time_us", "update_us"
 
 
-def searched_to_json(points: Sequence[Point], climbs: Mapping[int, Plan], ladders: Sequence[Ladder]) -> str:
-    """Writes ``points``, with their places on ``ladders``, and the plans of ``climbs``, by limit."""
+def searched_to_json(points: Sequence[Point], climbs: Mapping[Limits, Plan], ladders: Sequence[Ladder]) -> str:
+    """Writes ``points``, with their places on ``ladders``, and the plans of ``climbs``, by their limits."""
     numbers = {id(ladder): number for number, ladder in enumerate(ladders)}
     decisions, known, orders = dict[Decision, int](), dict[int, int](), dict[tuple[str, ...], int]()
 
@@ -34,11 +35,11 @@ def searched_to_json(points: Sequence[Point], climbs: Mapping[int, Plan], ladder
         return [numbered, [getattr(plan, name) for name in _SCALARS], updates.patient, order]
 
     of_points = [[numbers.get(id(point.ladder)), point.position, *row(point.plan)] for point in points]
-    of_climbs = [[limit, *row(plan)] for limit, plan in climbs.items()]
+    of_climbs = [[*limits, *row(plan)] for limits, plan in climbs.items()]
     return json.dumps([[astuple(decision) for decision in decisions], list(orders), of_points, of_climbs])
 
 
-def searched_from_json(text: str, base: Plan, ladders: Sequence[Ladder]) -> tuple[list[Point], dict[int, Plan]]:
+def searched_from_json(text: str, base: Plan, ladders: Sequence[Ladder]) -> tuple[list[Point], dict[Limits, Plan]]:
     """Reads what ``searched_to_json`` wrote. ``base``: of which all plans of the search are made. Raises ValueError, TypeError,
     LookupError or AttributeError for any text that it did not write for these ladders."""
     table, orders, of_points, of_climbs = json.loads(text)
@@ -54,4 +55,4 @@ def searched_from_json(text: str, base: Plan, ladders: Sequence[Ladder]) -> tupl
         evaluated = plan(*row)
         ladder = (evaluated,) if number is None else ladders[number]
         points.append(Point(evaluated, ladder, range(len(ladder))[position]))
-    return points, {int(limit): plan(*row) for limit, *row in of_climbs}
+    return points, {Limits(int(device), None if host is None else int(host)): plan(*row) for device, host, *row in of_climbs}

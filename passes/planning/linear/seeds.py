@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -21,6 +21,7 @@ _WHY = "by the linear program"
 _AHEAD = (1, 2, 3)  # blocks ahead that plans fetch
 SOLUTIONS, _BETWEEN = 23, 4  # solutions, and plans between each two of them
 _LAST = (SOLUTIONS - 1) * _BETWEEN  # the position of the last plan
+_TRIES = 3  # plans that are made within limits on both tiers, each within fewer bytes than the one before
 
 
 class Optima:
@@ -127,6 +128,45 @@ def _with_whole_homes(
             if not on_device:
                 raise
         fewer = 2 * fewer + 1
+
+
+class Within(NamedTuple):
+    """Seeds within limits on the device and on the host. ``solve``: see ``relaxation``; ``least``: decides what the program
+    does not; ``held``: bytes by home, with its state."""
+
+    solve: Solve
+    least: Plan
+    rounding: Rounding
+    held: Mapping[str, int]
+
+    def plans(self, limits: Mapping[str, int], evaluate: Callable[[Plan], Plan]) -> Iterator[Plan]:
+        """Yields plans with their figures that are near ``limits``, a few for each number of blocks that fetches are ahead: as
+        long as one is above a limit, the next is made for as many bytes less. ``evaluate``: gives a plan its figures."""
+        for ahead in _AHEAD:
+            within, base, near = dict(limits), replace(self.least, lookahead=ahead, pooled=True), None
+            for tries in range(1, _TRIES + 1):
+                try:
+                    near = self.solve(within, ahead=ahead, like=near)
+                    plan = evaluate(self._rounded(within, base, near))
+                except Infeasible:
+                    break
+                yield plan
+                above = {tier: max(0, plan.peak_bytes[tier] - most) for tier, most in limits.items()}
+                if not any(above.values()):
+                    break
+                within = {tier: most - tries * above[tier] for tier, most in within.items()}
+
+    def _rounded(self, limits: Mapping[str, int], base: Plan, optimum: Relaxed) -> Plan:
+        """Returns a plan with as many homes on the device as the optimum has there, and at least as many as the host has no
+        room for. Raises Infeasible."""
+        some = _chosen(optimum.resident, self.rounding.sizes, optimum.resident)
+        order = sorted(optimum.resident, key=lambda home: (home not in some, -optimum.resident[home]))
+        count, on_host = len(some), sum(self.held[home] for home in order[len(some) :])
+        while on_host > limits["host"] and count < len(order):
+            on_host -= self.held[order[count]]
+            count += 1
+        whole = {home: place < count for place, home in enumerate(order)}
+        return self.rounding(self.solve(limits, whole, base.lookahead, optimum), base)
 
 
 def seed_ladders(

@@ -16,8 +16,8 @@ from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
 from mtcompile.passes.plan import Decision, Plan, Updates
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.climbs.climb import Limits, differ
 from mtcompile.passes.planning.evaluate import identity
-from mtcompile.passes.planning.figures.climb import differ
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
 from mtcompile.passes.planning.ladders import waiting_less
 from mtcompile.passes.planning.linear.homes import home_costs
@@ -163,6 +163,17 @@ def test_near_the_floor_only_the_backward_waits() -> None:
     assert any(ladder[0].decisions == each[0].decisions for each in candidates.ladders)
 
 
+def test_values_that_come_back_late_leave_room_to_fetch_ahead_in_the_forward() -> None:
+    """They need less than plans in which only homes wait, and are faster than those that fetch nothing ahead."""
+    candidates = Candidates(PlanningProblem(skips(), SLOW, Budgets(updates=Updates(run_ahead=True))))
+    leaving = [value.name for block in candidates.blocks for value in block.crossing]
+    late = next(ladder for ladder in candidates._by_density if all(map(ladder[0].loads_late, leaving)))
+    plans = [candidates.evaluate(plan).plan for plan in late]
+    none_ahead = candidates.evaluate(replace(late[0], lookahead=0)).plan
+    assert plans[0].peak_bytes["device"] < plans[-1].peak_bytes["device"]
+    assert plans[0].lookahead == 1 and plans[0].total_us < none_ahead.total_us
+
+
 @pytest.mark.slow
 def test_one_program_serves_all_budgets() -> None:
     """What was solved before makes no difference."""
@@ -241,7 +252,7 @@ def test_updates_that_need_not_wait_for_the_last_cast_are_seen() -> None:
     assert candidates.best(least.peak_bytes["device"], host).plan.total_us <= least.total_us
     points = candidates._points
     assert any(point.plan.updates and not point.plan.updates.patient for point in points)
-    climbs = {7: points[-1].plan}
+    climbs = {Limits(7): points[-1].plan, Limits(7, 8): points[-1].plan}
     again = searched_from_json(searched_to_json(points, climbs, candidates.ladders), candidates.base, candidates.ladders)
     assert [point.plan for point in again[0]] == [point.plan for point in points] and again[1] == climbs
 

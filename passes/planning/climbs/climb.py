@@ -13,25 +13,30 @@ from itertools import islice
 from math import inf
 from typing import Any, NamedTuple
 
+from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.figures.room import Room
+from mtcompile.passes.planning.climbs.room import Room, rooms
 from mtcompile.passes.planning.frontier import Point
 from mtcompile.passes.planning.ladders import (
     Block,
     WaitKind,
     activation_decision,
     at_home_by_rank,
+    crossing_by_size,
     kept_positions,
     loading,
     variant_decision,
     waiting,
 )
+from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant
+from mtcompile.passes.step_graph import regions
 
 _WHY = "found by climbing"
 _CLIMBS, _SHARES = 16, 25  # peaks up to which plans are improved, of how many
 _STARTS, _MOVES = (1.0, 0.9, 0.8), (60, 40, 40)  # of a limit: where climbs to it start; plans that they evaluate at first
 _MOST_AHEAD = 4
+_PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at most, and that times their regions
 _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKS, _KICKED = 6, 2  # homes, the largest first, of which plans decide otherwise, to climb on from there; how often, at most
 _FARTHER, _WAITING = (1, 2), (2, 4)  # how many regions more fetches are ahead in kicks, and how many of these homes wait then
@@ -42,12 +47,24 @@ _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for:
 Move = Callable[[Plan], Iterator[Plan]]
 
 
+class Limits(NamedTuple):
+    """The most bytes on the device and on the host; None: no limit there."""
+
+    device: int
+    host: int | None = None
+
+    def missing(self, plan: Plan) -> dict[str, int]:
+        """Returns by how many bytes a plan is above the limits, by tier: the device first."""
+        above = {tier: plan.peak_bytes[tier] - most for tier, most in self._asdict().items() if most is not None}
+        return {tier: nbytes for tier, nbytes in above.items() if nbytes > 0}
+
+
 class Ways(NamedTuple):
-    """The moves of climbs, what makes room for those that need it, and how many times as many plans as usual they try.
+    """The moves of climbs, what makes room by tier for those that need it, and how many times as many plans as usual they try.
     ``kicks``: moves to make whatever they cost, where a climb ends; None where equal blocks share moves."""
 
     kinds: Sequence[Move]
-    rooms: Sequence[Room]
+    rooms: Mapping[str, Sequence[Room]]
     patience: int = 1
     kicks: Move | None = None
 
@@ -64,10 +81,29 @@ def limits_between(low: int, highest: Iterable[int], device_nbytes: int) -> list
     return sorted(limits)
 
 
+def climbs_of(
+    problem: PlanningProblem,
+    blocks: Sequence[Block],
+    sizes: Mapping[str, int],
+    frontier: Sequence[Point],
+    resident: int,
+    evaluate: Callable[[Plan], Plan],
+    bound: Callable[[int, int | None], float],
+) -> Climbs:
+    """Returns the climbs of a problem. ``sizes``: bytes of the homes whose tier is open; ``resident``: the peak of the plan
+    with everything on the device; for the others see ``Climbs``."""
+    host, held = problem.budgets.host_activations, held_nbytes(problem.step, problem.budgets)
+    highest = frontier[-1].peak, *([resident] if differ(blocks) else [])
+    limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes)
+    patience = max(1, min(_PATIENCE, _PATIENT_REGIONS // len(regions(problem.step))))
+    ways = Ways(moves(blocks, sizes, host), rooms(blocks, sizes, held, host), patience, kicks(blocks, sizes))
+    return Climbs(frontier, limits, ways, evaluate, bound)
+
+
 class Climbs:
     """The best plans with a peak up to each of ``limits``: the frontier's, improved by moves. Each is a climb of its own, made
     when some budget may take it, and the same whatever was asked before. ``evaluate``: gives a plan its figures. ``bound``: the
-    fewest µs of any plan up to a limit; not less for a lower one."""
+    fewest µs of any plan up to limits on the device and the host; not less for lower ones."""
 
     def __init__(
         self,
@@ -75,38 +111,41 @@ class Climbs:
         limits: Sequence[int],
         ways: Ways,
         evaluate: Callable[[Plan], Plan],
-        bound: Callable[[int], float],
+        bound: Callable[[int, int | None], float],
     ) -> None:
         self.frontier, self.limits, self.evaluate, self.bound = frontier, limits, evaluate, bound
         self.ways = ways
-        self.plans: dict[int, Plan] = {}  # by limit
+        self.plans: dict[Limits, Plan] = {}  # with those within limits on the host (see ``hosts``)
 
-    def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]]) -> Plan:
+    def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]], host: int | None = None) -> Plan:
         """Returns the fastest plan of all limits within ``device`` bytes; ``taken`` if none is faster. ``fitting``: gives what
-        may be taken of a plan. Limits below which no plan can be faster are not climbed to."""
+        may be taken of a plan, within ``host`` bytes. Limits below which no plan can be faster are not climbed to."""
         for limit in reversed(self.limits):
             if device is None or limit <= device:
-                if self.bound(limit) >= taken.total_us:
+                if self.bound(limit, host) >= taken.total_us:
                     break
                 taken = min((taken, *fitting(self._plan(limit))), key=lambda plan: plan.total_us)
         return taken
 
+    def reached(self, limit: int) -> Plan:
+        """Returns the frontier's last plan up to a limit."""
+        return next(point.plan for point in reversed(self.frontier) if point.peak <= limit)
+
     def _plan(self, limit: int) -> Plan:
-        if limit not in self.plans:
+        if (limits := Limits(limit)) not in self.plans:
             below = (max(self.limits[0], int(limit * share)) for share in _STARTS)
-            starts = [next(point.plan for point in reversed(self.frontier) if point.peak <= low) for low in below]
-            climbs = [_Climb(limit, self.ways.rooms, self.evaluate, start) for start in starts]
+            climbs = [Climb(limits, self.ways.rooms, self.evaluate, self.reached(low)) for low in below]
             for climb, most in zip(climbs, _MOVES, strict=True):
                 climb.go_on(self.ways.kinds, most * self.ways.patience)
             best = min(climbs, key=lambda climb: climb.best.total_us)
             many = 1 if self.ways.kicks is None else _MANY
             best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
-            self.plans[limit] = self._kicked(best).best
-        return self.plans[limit]
+            self.plans[limits] = self._kicked(best).best
+        return self.plans[limits]
 
-    def _kicked(self, best: _Climb) -> _Climb:
+    def _kicked(self, best: Climb) -> Climb:
         """Climbs on from where a climb ended, after each kick, and once more from the best of these if that helped."""
-        for _ in range(_KICKED if best.best.total_us > _NEAR_BOUND * self.bound(best.limit) else 0):
+        for _ in range(_KICKED if best.best.total_us > _NEAR_BOUND * self.bound(*best.limits) else 0):
             ended = best.best
             for plan in self.ways.kicks(ended) if self.ways.kicks is not None else ():
                 anew = replace(best, best=replace(ended, step_time_us=inf), remaining=_MOVES[-1])
@@ -119,11 +158,11 @@ class Climbs:
 
 
 @dataclass(slots=True)
-class _Climb:
-    """One climb up to a limit: the ``best`` plan so far, and how many plans it has left to evaluate."""
+class Climb:
+    """One climb up to ``limits``: the ``best`` plan so far, and how many plans it has left to evaluate."""
 
-    limit: int
-    rooms: Sequence[Room]
+    limits: Limits
+    rooms: Mapping[str, Sequence[Room]]
     evaluate: Callable[[Plan], Plan]
     best: Plan
     remaining: int = 0
@@ -155,23 +194,25 @@ class _Climb:
     def is_better(self, plan: Plan) -> bool:
         """Takes a plan that is faster, if need be with room made for it, and tells whether it was."""
         before, evaluated = self.best, self._evaluated(plan)
-        if (missing := evaluated.peak_bytes["device"] - self.limit) <= 0 or evaluated.total_us >= before.total_us:
+        missing = self.limits.missing(evaluated)
+        if not missing or evaluated.total_us >= before.total_us:
             return self.best is not before
-        for room in self.rooms:
+        tier = next(iter(missing))
+        for room in self.rooms[tier]:
             for share in _SHARES_OF_MISSING:
-                if (less := room(plan, before, int(missing * share))) is None or self.remaining <= 0:
+                if (less := room(plan, before, int(missing[tier] * share))) is None or self.remaining <= 0:
                     break
-                if self._evaluated(less).peak_bytes["device"] <= self.limit:
+                if tier not in self.limits.missing(self._evaluated(less)):
                     break
             if self.best is not before:
                 return True
         return False
 
     def _evaluated(self, plan: Plan) -> Plan:
-        """Returns the plan with its figures; it is the best from now on if it is within the limit and faster."""
+        """Returns the plan with its figures; it is the best from now on if it is within the limits and faster."""
         self.remaining -= 1
         evaluated = self.evaluate(plan)
-        if evaluated.peak_bytes["device"] <= self.limit and evaluated.total_us < self.best.total_us:
+        if evaluated.total_us < self.best.total_us and not self.limits.missing(evaluated):
             self.best = evaluated
         return evaluated
 
@@ -197,6 +238,8 @@ def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list
     homes = [_of_homes(each, sizes) for each in by_size.values()]
     loads = [_loads(blocks)] if host else []
     of_blocks = [_of_blocks(each, host, host and differ(blocks)) for each in alike.values()]
+    if differ(blocks):  # so that those of single blocks, which are many, do not come before all others
+        return [_waits_together(sizes), *loads, _ahead, *homes, *of_blocks, _waits(by_size, sizes)]
     return [*homes, _ahead, *of_blocks, _waits(by_size, sizes), *loads]
 
 
@@ -282,11 +325,30 @@ def _waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Mo
     return neighbours
 
 
-def _loads(blocks: Sequence[Block]) -> Move:
-    """Lets what all blocks keep at home, of one rank by size, come back ahead that comes late, or late that comes ahead."""
+def _waits_together(sizes: Mapping[str, int]) -> Move:
+    """Lets homes that follow one another in the step no longer wait in the backward: all of them, or a half, a quarter, and so
+    on to one alone. There may be room beside some blocks, however large their homes are, and none beside others; and what a
+    single home gains may be lost to the next one that waits."""
+    homes, parts = list(sizes), [1 << power for power in range(len(sizes).bit_length())]
+    spans = [homes[len(homes) * i // count : len(homes) * (i + 1) // count] for count in parts for i in range(count)]
+    kinds: tuple[WaitKind, ...] = ("return", "gradients")
 
     def neighbours(plan: Plan) -> Iterator[Plan]:
-        ranks = at_home_by_rank(plan, blocks) if plan.lookahead else []
+        tiers = dict(zip(homes, plan.tiers(homes), strict=True)) if plan.lookahead else {}
+        waits = {home for home, tier in tiers.items() if tier == "host" and (plan.returns_late(home) or plan.frees_early(home))}
+        for span in spans:
+            if waits & set(span):
+                yield plan.with_decisions([d for kind in kinds for d in waiting(kind, span, sizes, False, _WHY)])
+
+    return neighbours
+
+
+def _loads(blocks: Sequence[Block]) -> Move:
+    """Lets what all blocks keep at home, of one rank by size, or what leaves them and is equally large, come back ahead that
+    comes late, or late that comes ahead."""
+
+    def neighbours(plan: Plan) -> Iterator[Plan]:
+        ranks = [*at_home_by_rank(plan, blocks), *crossing_by_size(plan, blocks)] if plan.lookahead else []
         for late in (True, False):  # what comes late now, first
             for values in ranks:
                 if any(plan.loads_late(value.name) for value in values) == late:

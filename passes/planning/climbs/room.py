@@ -17,9 +17,9 @@ _Freed = Iterator[tuple[int, Sequence[Decision]]]  # bytes that decisions free, 
 _Step = tuple[float, int, int, Decision]
 
 
-def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, int], host: bool) -> list[Room]:
-    """Returns the ways to make room. ``sizes``: bytes of the homes whose tier is open; ``held``: with their optimizer state;
-    ``host``: whether activations may go home."""
+def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, int], host: bool) -> dict[str, list[Room]]:
+    """Returns the ways to make room, by the tier that needs it. ``sizes``: bytes of the homes whose tier is open; ``held``:
+    with their optimizer state; ``host``: whether activations may go home."""
     lighter: dict[tuple[int, tuple[int, ...]], list[_Step]] = {}  # by block and what it keeps
 
     def again(plan: Plan, before: Plan) -> _Freed:
@@ -55,7 +55,24 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
                 sent = [activation_decision(value, "host", _WHY) for value in here]
                 yield sum(decision.nbytes for decision in sent), sent
 
-    return [_until_enough(way) for way in ((again, recomputed, away, home) if host else (again, recomputed, away))]
+    def here(plan: Plan, before: Plan) -> _Freed:
+        """Moves homes to the device, those first that the next step reads first."""
+        for home, nbytes in sizes.items():
+            if plan.params(home) == "host" == before.params(home):
+                yield held[home], [Decision("params", home, "device", nbytes, _WHY)]
+
+    def less_at_home(plan: Plan, before: Plan) -> _Freed:
+        """Keeps on the device what waits at home, that of the last blocks first: it waits shortest there."""
+        for block in reversed(blocks):
+            saved_now = [block.saved[i] for i in kept_positions(plan, block)]
+            for values in (saved_now, block.crossing):
+                at_home = [v for v in values if plan.activation(v.name) == "host" == before.activation(v.name)]
+                stay = [activation_decision(value, "device", _WHY) for value in at_home]
+                yield sum(decision.nbytes for decision in stay), stay
+
+    on_device = (again, recomputed, away, home) if host else (again, recomputed, away)
+    on_host = (less_at_home, recomputed, here) if host else (here,)
+    return {"device": list(map(_until_enough, on_device)), "host": list(map(_until_enough, on_host))}
 
 
 def _until_enough(way: Callable[[Plan, Plan], _Freed]) -> Room:

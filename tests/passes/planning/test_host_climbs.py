@@ -1,0 +1,101 @@
+"""Plans within limits on the host: climbs of their own find faster ones, and keep what budgets promise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.plan import Updates
+from mtcompile.passes.planning import candidates as candidates_module
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.climbs.climb import Limits
+from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
+from tests.helpers.tracing import traced_case
+
+pytestmark = pytest.mark.slow  # it searches for plans
+MACHINE = Machine("slow link", 1e12, 100.0, 2.0, 2.0, issue_us=0.2, host_gbps=20.0)
+
+
+@pytest.fixture
+def problem(monkeypatch: pytest.MonkeyPatch) -> PlanningProblem:
+    """A small step that is planned as large ones are: few plans are searched, and these are climbed from."""
+    for limit, number in {
+        "_FEW_SEARCHED": 1000,
+        "MOST_SEARCHED": 2,
+        "MOST_POINTS": 3,
+        "_FEWEST_POINTS": 3,
+        "_REFINED": 9,
+    }.items():
+        monkeypatch.setattr(candidates_module, limit, number)
+    return PlanningProblem(traced_case("gpt2").step, MACHINE, Budgets(updates=Updates(run_ahead=True)))
+
+
+def budgets_of(candidates: Candidates, count: int, shares: Sequence[float] = (0.3,)) -> list[tuple[int, int | None]]:
+    """Some device bytes, each with host bytes from the fewest that any plan needs to what the fastest takes."""
+    low, high = candidates.floor, candidates.resident.plan.peak_bytes["device"]
+    budgets: list[tuple[int, int | None]] = []
+    for device in (int(low + share * (high - low)) for share in shares):
+        most = candidates.best(device, None).plan.peak_bytes["host"]
+        with pytest.raises(DoesNotFit) as refused:
+            candidates.best(device, 0)
+        fewest = refused.value.minimum
+        budgets += [(device, fewest + (most - fewest) * i // (count - 1)) for i in range(count)]
+        budgets.append((device, None))
+    return budgets
+
+
+def times(candidates: Candidates, budgets: list[tuple[int, int | None]]) -> dict[tuple[int, int | None], float]:
+    """The predicted steps, which are within their budgets and not below their bounds."""
+    predicted = {}
+    for device, host in budgets:
+        plan = candidates.best(device, host).plan
+        assert not Limits(device, host).missing(plan)
+        assert plan.certificate is None or plan.total_us >= plan.certificate.bound_us * (1 - 1e-9)
+        predicted[device, host] = plan.total_us
+    return predicted
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.long)])
+def test_more_of_either_tier_is_never_slower_whatever_was_asked_before(problem: PlanningProblem, count: int) -> None:
+    budgets = budgets_of(Candidates(problem), count, (0.3, 0.7))
+    predicted = times(Candidates(problem), budgets)
+    for (device, host), us in predicted.items():
+        for (more, more_host), other_us in predicted.items():
+            if more >= device and (more_host is None or (host is not None and more_host >= host)):
+                assert other_us <= us
+    shuffled = random.Random(1).sample(budgets, len(budgets))
+    assert times(Candidates(problem), shuffled) == predicted
+
+
+def test_climbs_within_the_limits_of_both_tiers_find_faster_plans(
+    problem: PlanningProblem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them, a budget takes a plan that was found without a limit on the host, or one that keeps nothing."""
+    budgets = budgets_of(Candidates(problem), 5)
+    climbed = times(Candidates(problem), budgets)
+    monkeypatch.setattr(candidates_module.HostClimbs, "best", lambda self, device, host, taken: taken)
+    without = times(Candidates(problem), budgets)
+    assert all(us <= without[budget] for budget, us in climbed.items())
+    assert min(us / without[budget] for budget, us in climbed.items()) < 0.95
+
+
+def test_a_cache_gives_the_same_plan(problem: PlanningProblem) -> None:
+    class Memory:
+        text: str | None = None
+
+        def read(self) -> str | None:
+            return self.text
+
+        def write(self, text: str) -> None:
+            self.text = text
+
+    cold, store = Candidates(problem), Memory()
+    device, host = budgets_of(cold, 5)[2]
+    plan = Candidates(problem, store=store).best(device, host).plan
+    warm = Candidates(problem, store=store)
+    assert warm.best(device, host).plan == plan == cold.best(device, host).plan
+    assert any(limits.host is not None for limits in warm._climbed) and warm.best(device, None).plan.total_us <= plan.total_us
