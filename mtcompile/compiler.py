@@ -171,10 +171,10 @@ def rewrite_joint(
     numerics = [precision.contract(), *contract(joint, fuses, changed)]
     if micro is not None:
         try:
-            joining = joining_of(joint, micro)
-            rewritten = repeat(rewritten, micro, joining)
+            rewritten = repeat(rewritten, micro, joining := joining_of(joint, micro))
         except NotImplementedError as error:
-            raise CaptureError(f"accumulate={micro.count}: the model has {error}; or pass accumulate=1") from None
+            way = ", or ".join((*error.args[1:], "pass accumulate=1"))
+            raise CaptureError(f"accumulate={micro.count}: the model has {error.args[0]}; {way}") from None
         summed, shares = " in fp32" if micro.wide else "", ", ".join(dict.fromkeys(map(str, joining.weights.values())))
         numerics.append(f"{micro.count} micro-batches, their gradients added up{summed} in their order, {shares}")
     return JointStep(rewritten, "; ".join(numerics), form, shared)

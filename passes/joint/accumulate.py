@@ -88,7 +88,7 @@ def joining_of(joint: fx.GraphModule, micro: Micro) -> Joining:
         elif (dim := batch.dim(value)) is not None:
             dims[spec.index] = dim
         else:
-            raise NotImplementedError(_no_batch(spec, value))
+            raise NotImplementedError(_no_batch(spec, value), "do not return or assign it")
     by_index = {spec.index: value for spec, value in outputs_of(joint) if spec.kind == "output"}
     for spec, value, error in refused:  # a part of a loss, such as that of a router, weighs as the loss does
         whole = next((weighed for index, weighed in losses.items() if by_index[index] in _depending(joint, [value])), None)
@@ -100,7 +100,7 @@ def joining_of(joint: fx.GraphModule, micro: Micro) -> Joining:
 
 def _no_batch(spec: OutputSpec, value: fx.Node) -> str:
     what = f"{spec.name}, {describe(value.meta['val'])} for a micro-batch"
-    return f"an output or attribute ({what}) with no dimension known to have a part of each row; do not return or assign it"
+    return f"an output or attribute ({what}) with no dimension known to have a part of each row"
 
 
 def _is_loss(value: fx.Node, rows: int) -> bool:

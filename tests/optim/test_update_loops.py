@@ -272,7 +272,8 @@ class Averaging(Net):
 
 def test_an_output_without_the_batch_in_front_is_refused() -> None:
     model = compiled(Averaging(), accumulate=4, memory="1MiB")
-    with pytest.raises(CaptureError, match="without the batch in front"):
+    why = "with no dimension known to have a part of each row; do not return or assign it, or pass accumulate=1"
+    with pytest.raises(CaptureError, match=why):
         model(rows(0, 8), rows(1, 8))
 
 

@@ -303,11 +303,11 @@ def test_a_fragment_is_read_and_updated_while_the_one_before_is_written(
                 changed.notify_all()
         read(transfers, verify)
 
-    def writing(transfers: Any) -> None:
+    def writing(transfers: Any, must_end: bool) -> None:
         wanted = min(len(overlapped) + 3, len(parts))  # this one, the one that is updated meanwhile, and the one after it
         with changed:
             overlapped.append(changed.wait_for(lambda: len(reads) >= wanted, timeout=2))
-        write(transfers)
+        write(transfers, must_end)
 
     with monkeypatch.context() as patch:
         patch.setattr(requests, "read", reading)

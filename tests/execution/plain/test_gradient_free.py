@@ -38,7 +38,7 @@ def least_bytes(name: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n == "attending")) for n in MODELS])
 def test_bits_are_equal_at_three_budgets(name: str) -> None:
     expected, least = results(plain(name), MODELS[name][1]), least_bytes(name)
     least = int(least * 1.1)  # what a call takes depends a little on what it finds

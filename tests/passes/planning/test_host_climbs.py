@@ -59,7 +59,7 @@ def times(candidates: Candidates, budgets: list[tuple[int, int | None]]) -> dict
     return predicted
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.long)])
 def test_more_of_either_tier_is_never_slower_whatever_was_asked_before(problem: PlanningProblem, count: int) -> None:
     budgets = budgets_of(Candidates(problem), count, (0.3, 0.7))
     predicted = times(Candidates(problem), budgets)
@@ -75,7 +75,7 @@ def test_climbs_within_the_limits_of_both_tiers_find_faster_plans(
     problem: PlanningProblem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without them, a budget takes a plan that was found without a limit on the host, or one that keeps nothing."""
-    budgets = budgets_of(Candidates(problem), 5)
+    budgets = budgets_of(Candidates(problem), 3)
     climbed = times(Candidates(problem), budgets)
     monkeypatch.setattr(candidates_module.HostClimbs, "best", lambda self, device, host, taken: taken)
     without = times(Candidates(problem), budgets)
@@ -94,7 +94,7 @@ def test_a_cache_gives_the_same_plan(problem: PlanningProblem) -> None:
             self.text = text
 
     cold, store = Candidates(problem), Memory()
-    device, host = budgets_of(cold, 5)[2]
+    device, host = budgets_of(cold, 3)[1]
     plan = Candidates(problem, store=store).best(device, host).plan
     warm = Candidates(problem, store=store)
     assert warm.best(device, host).plan == plan == cold.best(device, host).plan
