@@ -63,6 +63,15 @@ def micro_batches(call: Any, count: int) -> Iterator[Any]:
         yield pytree.tree_unflatten(micro, spec)
 
 
+def with_whole(output: Any, micro: Any, call: Any) -> Any:
+    """Returns what forward returned of a micro-batch, with the whole batch's arguments in place of the micro-batch's own."""
+    wholes = dict(zip(map(id, pytree.tree_leaves(micro)), pytree.tree_leaves(call), strict=True))
+    leaves, spec = pytree.tree_flatten(output)
+    if not any(isinstance(leaf, torch.Tensor) and id(leaf) in wholes for leaf in leaves):
+        return output
+    return pytree.tree_unflatten([wholes.get(id(v), v) if isinstance(v, torch.Tensor) else v for v in leaves], spec)
+
+
 def _tensors(values: list[Any]) -> list[torch.Tensor]:
     """Those values that may have the batch in front."""
     return [t for t in values if isinstance(t, torch.Tensor) and not isinstance(t, torch.nn.Parameter) and t.dim()]

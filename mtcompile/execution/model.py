@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mtcompile import torch_private
-from mtcompile.capture.arguments import Attributes, batch_sizes, micro_batches, possible_counts, sent
+from mtcompile.capture.arguments import Attributes, batch_sizes, micro_batches, possible_counts, sent, with_whole
 from mtcompile.capture.description import describe
 from mtcompile.capture.dynamo import front_end
 from mtcompile.capture.surroundings import Surroundings
@@ -223,11 +223,11 @@ class CompiledModel:
         before, ended = Attributes(model), False
         self._collector.batch = MicroBatchCalls(count, self.door.masters is not None, compiled)
         try:
-            for micro_args, micro_kwargs in micro_batches((args, kwargs), count) if count > 1 else ((args, kwargs),):
+            for micro in micro_batches((args, kwargs), count) if count > 1 else ((args, kwargs),):
                 before.restore()  # what forward keeps of the micro-batch before is not computed yet
-                output = self._captured(model, *micro_args, **micro_kwargs)
+                output = self._captured(model, *micro[0], **micro[1])
             ended = compiled is None
-            return output
+            return with_whole(output, micro, (args, kwargs))
         finally:
             self._collector.batch = None
             if not ended:

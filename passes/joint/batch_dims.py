@@ -284,7 +284,7 @@ def _place(following: _Following, node: fx.Node) -> Place:
 def _dim_of_own(index: fx.Node, length: int, rows: int) -> int | None:
     """The dimension of an index whose numbers are those of the same row: 0, 1, 2... for one element of each."""
     dim = next((dim for dim, size in enumerate(shape_of(index)) if size == prod(shape_of(index))), None)
-    numbers = None if dim is None or shape_of(index)[dim] % rows else _constant(index)
+    numbers = None if dim is None or shape_of(index)[dim] % rows else constant(index)
     if numbers is None:
         return None
     each = numbers.flatten() % length // (length // rows)
@@ -292,7 +292,7 @@ def _dim_of_own(index: fx.Node, length: int, rows: int) -> int | None:
     return dim if torch.equal(each, own) else None
 
 
-def _constant(node: fx.Node) -> torch.Tensor | None:
+def constant(node: fx.Node) -> torch.Tensor | None:
     """What an operation makes of nothing that is given to a step; None where it reads such a thing, or is large or random."""
     order, todo = list[fx.Node](), [node]
     while todo:

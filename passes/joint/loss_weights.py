@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.passes.joint.batch_dims import constant
+
 aten = torch.ops.aten
 MEAN, SUM = 1, 2  # of every loss's ``reduction``
 _CROSS_ENTROPIES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
@@ -108,6 +110,8 @@ class _Reading:
             return self.of(whole)
         if whole.meta["val"].numel() % max(self.rows, 1):
             return _unknown("is reduced over something else than rows")
+        if reduction == SUM and (why := self._scaled_before(whole)):
+            return _unknown(why)
         return {Weights("equal" if reduction == MEAN else "sum")}
 
     def _added(self, node: fx.Node) -> set[Weights]:
@@ -132,17 +136,36 @@ class _Reading:
                 return {_counted(other)}
             return _unknown("is multiplied or divided by what a micro-batch has of its own")
         parts = self.of(one)
-        if isinstance(other, (int, float)) and other and any(part.kind == "sum" for part in parts):
-            by = float(other) if node.target in (aten.div.Tensor, aten.div.Scalar) else 1 / float(other)
-            if by > 1 and any(abs(by - size) < 1e-6 * size for size in self._sizes(one)):
-                return _unknown("divides a sum by what is the size of a micro-batch")
+        if any(part.kind == "sum" for part in parts) and self._is_size(node, one, _number(other)):
+            return _unknown("divides a sum by what is the size of a micro-batch")
         return parts
 
+    def _scaled_before(self, node: fx.Node) -> str:
+        """Says why what is summed may have been divided by the size of a micro-batch, or by what it has of its own."""
+        while node.target in (*_SCALED, *_AS_IT_IS):
+            one, other = node.all_input_nodes[0], node.args[1] if node.target in _SCALED else None
+            if isinstance(other, fx.Node) and (one not in self.own or one.meta["val"].numel() < other.meta["val"].numel()):
+                one, other = other, one
+            if isinstance(other, fx.Node) and other in self.own and other.meta["val"].numel() == 1:
+                return "sums what is multiplied or divided by what a micro-batch has of its own"
+            if self._is_size(node, one, _number(other)):
+                return "sums what is divided by the size of a micro-batch"
+            node = one
+        return ""
+
+    def _is_size(self, node: fx.Node, scaled: fx.Node, number: float | None) -> bool:
+        """Tells whether a product or quotient divides by a number that is the size of a micro-batch."""
+        if not number:
+            return False
+        by = number if node.target in (aten.div.Tensor, aten.div.Scalar) else 1 / number
+        return by > 1 and any(abs(by - size) < 1e-6 * size for size in self._sizes(scaled))
+
     def _sizes(self, node: fx.Node) -> set[float]:
-        """The numbers of rows and elements of what is summed."""
+        """The numbers of rows and elements of what is summed, and of a micro-batch's inputs."""
         while node.target not in (*_SUMS, *_CROSS_ENTROPIES) and node.all_input_nodes:
             node = node.all_input_nodes[0]
-        vals = [operand.meta["val"] for operand in node.all_input_nodes if operand in self.own]
+        given = [each for each in self.own if each.op == "placeholder"]
+        vals = [each.meta["val"] for each in (*node.all_input_nodes, *given) if each in self.own]
         return {float(n) for val in vals for n in (val.numel(), *val.shape[:1])} | {float(self.rows)}
 
     def _cross_entropy(self, node: fx.Node) -> set[Weights]:
@@ -151,6 +174,13 @@ class _Reading:
         if node.args[3] != MEAN or node.args[2] is not None:
             return _unknown("is a cross-entropy with class weights")
         return {Weights("tokens", node.args[1].name, int(node.args[4]))}
+
+
+def _number(value: Any) -> float | None:
+    """Returns a number, also one that the graph makes of nothing; None for anything else."""
+    if isinstance(value, fx.Node) and value.meta["val"].numel() == 1 and (made := constant(value)) is not None:
+        return float(made)
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _counted(node: fx.Node) -> Weights:

@@ -331,3 +331,39 @@ def test_a_layer_used_twice_under_autocast_has_the_plain_gradient() -> None:
         loss.backward()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+DIVIDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "each by the rows": lambda losses: (losses / len(losses)).sum(),
+    "by elements of an input": lambda losses: losses.sum() / (len(losses) * WIDTH),
+    "by their sum": lambda losses: (losses * losses.detach() / losses.detach().sum()).sum(),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_sum_that_is_divided_by_the_size_of_a_micro_batch_is_refused(name: str) -> None:
+    class Divided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 5)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return DIVIDED[name](F.cross_entropy(self.layer(x), y, reduction="none"))
+
+    with pytest.raises(CaptureError, match="size of a micro-batch|of its own"):
+        compiled(Divided(), accumulate=2, memory="1MiB")(rows(0, 8), torch.arange(8) % 5)
+
+
+def test_arguments_that_are_returned_are_those_of_the_whole_batch() -> None:
+    class Returning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 5)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return F.cross_entropy(self.layer(x), y), {"x": x, "y": y}
+
+    x, y = rows(0, 8), torch.arange(8) % 5
+    loss, given = compiled(Returning(), accumulate=2, memory="1MiB")(x, y)
+    loss.backward()
+    assert given["x"] is x and given["y"] is y
