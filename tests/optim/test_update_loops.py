@@ -350,7 +350,7 @@ def test_a_sum_that_is_divided_by_the_size_of_a_micro_batch_is_refused(name: str
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return DIVIDED[name](F.cross_entropy(self.layer(x), y, reduction="none"))
 
-    with pytest.raises(CaptureError, match="size of a micro-batch|of its own"):
+    with pytest.raises(CaptureError, match=r"size of a micro-batch|of its own"):
         compiled(Divided(), accumulate=2, memory="1MiB")(rows(0, 8), torch.arange(8) % 5)
 
 
