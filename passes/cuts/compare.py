@@ -25,7 +25,7 @@ from mtcompile.passes.cuts.fragments.figures import streaming
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.loss_head import logits_nbytes
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.disk.spill import hopelessly_short
+from mtcompile.passes.planning.disk.spill import is_hopeless
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
 from mtcompile.passes.step_graph import kernel_of, regions
@@ -147,8 +147,8 @@ class Comparison(Generic[S]):
     @property
     def _lead(self) -> tuple[float, S] | None:
         """The form with the fastest plan so far, and its µs: found by a search, or quickly where a search may follow."""
-        found = [(planned.plan.total_us, form) for form, planned in self.fitting]
-        return min(found + self._waiting, key=lambda each: each[0], default=None)
+        searched = [(planned.plan.total_us, form) for form, planned in self.fitting]
+        return min(searched + self._waiting, key=lambda each: each[0], default=None)
 
     def run(self, coarsest: Iterable[S], chains: Iterable[Iterable[S]]) -> None:
         """Compares some forms. ``chains``: of finer and finer forms, each of which takes longer than the one before if memory
@@ -206,7 +206,7 @@ class Comparison(Generic[S]):
         if problem.budgets.disk_updates:  # which weights may be on disk depends on how they are cut
             return False
         budgets = replace(problem.budgets, device=limits.device, host=limits.host, disk=limits.disk)
-        return hopelessly_short(replace(problem, budgets=budgets)) > 0
+        return is_hopeless(replace(problem, budgets=budgets))
 
     def is_too_fine(self, form: Form) -> bool:
         """Tells whether a form that is not made yet has more chunks than are worth what they spare."""

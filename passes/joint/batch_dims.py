@@ -293,7 +293,7 @@ def _dim_of_own(index: fx.Node, length: int, rows: int) -> int | None:
 
 
 def constant(node: fx.Node) -> torch.Tensor | None:
-    """What an operation makes of nothing that is given to a step; None where it reads such a thing, or is large or random."""
+    """Returns the value of an operation that reads nothing given to a step; None where it does, or is large or random."""
     order, todo = list[fx.Node](), [node]
     while todo:
         each = todo.pop()

@@ -33,7 +33,7 @@ Places = Place | tuple[Place, ...]
 
 
 class Following(Protocol):
-    """What is known so far: the place of the batch in each value, of a micro-batch of so many ``rows``."""
+    """The place of the batch in each value, as far as it is known, of a micro-batch of so many ``rows``."""
 
     rows: int
     places: Mapping[fx.Node, Places]
@@ -43,8 +43,9 @@ class Following(Protocol):
 
 
 def of_twice_as_many(following: Following, node: fx.Node, written: bool = False) -> Places:
-    """What the shape function makes of twice as many rows. Operands that all rows share may have the batch's length too, such
-    as zeros(batch, n): these are lengthened where the operation does not work otherwise, or the first if it is ``written``."""
+    """Returns the places of the batch in results, as the shape function tells for twice as many rows. Operands that all rows
+    share may have the batch's length too, such as zeros(batch, n): these are lengthened where the operation does not work
+    otherwise, or the first if it is ``written``."""
     vals: Any = node.meta["val"]
     along = [(shape_of(operand)[place.dim], place) for operand, place in following.along(node)]
     if not along:
@@ -58,16 +59,15 @@ def of_twice_as_many(following: Following, node: fx.Node, written: bool = False)
         lengths = {length for length, _ in along}
         return next((dim for dim, length in enumerate(shape_of(operand)) if length in lengths), None)
 
-    made, ways = None, [same_dim] if written else [lambda operand: None, same_dim, first_dim]
-    for lengthened in ways:
-        made = _run(following, node, lengthened) if made is None else made
-    if made is None:
+    ways = [same_dim] if written else [lambda operand: None, same_dim, first_dim]
+    longer = next((result for way in ways if (result := _run(following, node, way)) is not None), None)
+    if longer is None:
         return UNKNOWN
     if isinstance(vals, torch.Tensor):
-        return _compared(following, node, vals, made)
+        return _compared(following, node, vals, longer)
     return tuple(
         _compared(following, node, val, new) if isinstance(val, torch.Tensor) else SHARED
-        for val, new in zip(vals, made, strict=True)
+        for val, new in zip(vals, longer, strict=True)
     )
 
 

@@ -78,11 +78,11 @@ def _within_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_move:
         raise min(refused, error, key=lambda each: (each.tier != "host", each.minimum)) from None
 
 
-def hopelessly_short(problem: PlanningProblem) -> int:
-    """Returns the bytes that the host lacks even if all homes that may go to disk are there, and the device holds nothing but
+def is_hopeless(problem: PlanningProblem) -> bool:
+    """Tells whether the host lacks room even if all homes that may go to disk are there, and the device holds nothing but
     training state."""
     may_move = [] if problem.budgets.disk is None else [home for homes in _may_move(problem) for home in homes]
-    return surely_short(_with_homes(problem, may_move))
+    return surely_short(_with_homes(problem, may_move)) > 0
 
 
 def _dear(problem: PlanningProblem) -> list[str]:
@@ -135,8 +135,9 @@ def _with_any_on_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_
                 sent = _more(problem, order, sent, missing, more)
                 more *= 2 if error.causes else 1  # a search is worth more than one home
             except DoesNotFit as final:
-                hopeless = refused is None or hopelessly_short(problem) > 0
-                spilled = Spilled() if hopeless else with_activations_on_disk(refused, find, roomy, _evenly)
+                spilled = Spilled()
+                if refused is not None and not is_hopeless(problem):
+                    spilled = with_activations_on_disk(refused, find, roomy, _evenly)
                 if spilled.fastest is not None:
                     return _judged(*spilled.fastest, problem)
                 if not searched:  # what is sure is that lean plans do not fit without a disk: a search may find one that does
