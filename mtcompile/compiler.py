@@ -20,6 +20,7 @@ from torch import fx
 from mtcompile import cache, knobs, progress, torch_private
 from mtcompile.capture.description import Description
 from mtcompile.capture.joint import Tangents, joint_graph, joint_key
+from mtcompile.capture.refusals import not_in_micro_batches
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.execution.calibration import known_machine, warn_not_pinned
 from mtcompile.execution.compiled import CompiledStep, compiled_step
@@ -39,6 +40,7 @@ from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragme
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.accumulate import Micro, joining_of, repeat
+from mtcompile.passes.joint.batch.compared import compared
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.joint.exceptions import contract
 from mtcompile.passes.joint.normalize import normalize
@@ -62,11 +64,13 @@ _PARTS = 8  # budgets to try between the smallest that works and all, where seve
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A step as it was captured: its graph, which outputs receive gradients, and its micro-batches if there are several."""
+    """A step as it was captured: its graph, which outputs receive gradients, and its micro-batches if there are several.
+    ``whole``: the same of the whole batch, to compare with."""
 
     description: Description
     tangents: Tangents
     micro: Micro | None = None
+    whole: Description | None = None
 
 
 class Searched(NamedTuple):
@@ -160,6 +164,11 @@ def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
         except NotImplementedError as error:
             raise CaptureError(f"the model uses {error}; expected ATen operations only") from None
         cache.write_joint(key, joint)
+    if captured.micro is not None and captured.whole is not None:
+        try:
+            joint.meta["numbers"] = compared(description.graph, captured.whole.graph)
+        except NotImplementedError as error:
+            raise not_in_micro_batches(captured.micro.count, error) from None
     return joint
 
 
@@ -173,10 +182,9 @@ def rewrite_joint(
         try:
             rewritten = repeat(rewritten, micro, joining := joining_of(joint, micro))
         except NotImplementedError as error:
-            way = ", or ".join((*error.args[1:], "pass accumulate=1"))
-            raise CaptureError(f"accumulate={micro.count}: the model has {error.args[0]}; {way}") from None
-        summed, shares = " in fp32" if micro.wide else "", ", ".join(dict.fromkeys(map(str, joining.weights.values())))
-        numerics.append(f"{micro.count} micro-batches, their gradients added up{summed} in their order, {shares}")
+            raise not_in_micro_batches(micro.count, error) from None
+        summed = " in fp32" if micro.wide else ""
+        numerics.append(f"{micro.count} micro-batches, their gradients added up{summed} in their order, {joining.numerics()}")
     return JointStep(rewritten, "; ".join(numerics), form, shared)
 
 

@@ -73,6 +73,16 @@ def place_of(nodes: Iterable[fx.Node]) -> str:
     return next((place for place in places if place), "")
 
 
+def not_in_micro_batches(count: int, error: NotImplementedError) -> CaptureError:
+    """Returns the error that says why a model cannot run in ``count`` micro-batches, from one that has what the model does, what
+    to do, and perhaps the operation."""
+    what, *ways = (argument for argument in error.args if isinstance(argument, str))
+    nodes = [node for node in (getattr(error, "node", None), *error.args) if isinstance(node, fx.Node)]
+    return CaptureError(
+        f"accumulate={count}: the model has {what}; {', or '.join((*ways, 'pass accumulate=1'))}{place_of(nodes)}"
+    )
+
+
 def not_captured(error: BaseException) -> CaptureError:
     """Returns the error that says why Dynamo could not capture a forward."""
     text = str(error)

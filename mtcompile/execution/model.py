@@ -221,11 +221,16 @@ class CompiledModel:
         model = self.door.model()
         assert model is not None, "expected the model whose call this is"
         before, ended = Attributes(model), False
-        self._collector.batch = MicroBatchCalls(count, self.door.masters is not None, compiled)
+        self._collector.batch = batch = MicroBatchCalls(count, self.door.masters is not None, compiled)
         try:
             for micro in micro_batches((args, kwargs), count) if count > 1 else ((args, kwargs),):
                 before.restore()  # what forward keeps of the micro-batch before is not computed yet
                 output = self._captured(model, *micro[0], **micro[1])
+                if batch.is_new:
+                    before.restore()
+                    batch.takes_whole = True
+                    self._captured(model, *args, **kwargs)
+                    batch.takes_whole = False
             ended = compiled is None
             return with_whole(output, micro, (args, kwargs))
         finally:

@@ -24,15 +24,23 @@ class DifferentMicroBatches(StepError):
     """Raised before anything runs when the micro-batches of one batch run different graphs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MicroBatchCalls:
     """The calls that make one step of ``count`` micro-batches; ``wide``: as in ``Micro``. ``compiled``: receives the compiled
-    step, which does not run; None: it runs."""
+    step, which does not run; None: it runs. ``whole``: receives the captured graph of a call with the whole batch, while
+    ``takes_whole`` is set."""
 
     count: int
     wide: bool
     compiled: list[CompiledStep] | None = None
     calls: list[tuple[Program, tuple[torch.Tensor, ...]]] = field(default_factory=list)
+    whole: list[Description] = field(default_factory=list)
+    takes_whole: bool = False
+
+    @property
+    def is_new(self) -> bool:
+        """True before the last call of micro-batches that were not compiled yet."""
+        return self.count > 1 and len(self.calls) == 1 and not self.calls[0][0].of_micro_batches()
 
 
 @dataclass(slots=True)
@@ -56,6 +64,7 @@ class Program:
             description = replace(description, inputs=micro.specs(description.inputs))
         self.description = description
         self.compiled: CompiledSteps = {}
+        self.whole: Description | None = None  # of a call with the whole batch, to compare with
         self._of_micro_batches: dict[tuple[int, ...], Program] = {}  # by the inputs that are split
         scalars = tuple(differentiable and scalar for _, differentiable, scalar in description.computed)
         # The first trace assumes a gradient at scalar outputs, the loss; another pattern is traced when it occurs.
@@ -108,7 +117,7 @@ class Program:
         return self.compile_once(self.captured(self.pattern if self.trains else None))
 
     def captured(self, tangents: Tangents) -> CapturedStep:
-        return CapturedStep(self.description, tangents, self.micro)
+        return CapturedStep(self.description, tangents, self.micro, self.whole)
 
     def compile_again(self, captured: CapturedStep) -> CompiledStep:
         """Compiles the step for another pattern of gradients than was traced; later forwards expect this pattern."""
@@ -129,6 +138,9 @@ class Program:
 
     def _collect(self, batch: MicroBatchCalls, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """Collects one micro-batch's call. The last call runs, or compiles, them all and returns their joint results."""
+        if batch.takes_whole:
+            batch.whole.append(self.description)
+            return self._unseen(inputs)
         batch.calls.append((self, inputs))
         if any(program is not self for program, _ in batch.calls):
             raise DifferentMicroBatches(
@@ -146,7 +158,9 @@ class Program:
             )
         if batch.count > 1 and split not in self._of_micro_batches:
             micro = Micro(batch.count, split, len(first), batch.wide, not self.session.door.alone)
-            self._of_micro_batches[split] = Program(self.session, self.description, self.collector, micro)
+            program = Program(self.session, self.description, self.collector, micro)
+            program.whole = batch.whole[0] if batch.whole else None
+            self._of_micro_batches[split] = program
         program = self._of_micro_batches[split] if batch.count > 1 else self
         if batch.compiled is not None:
             batch.compiled.append(program.compile())

@@ -12,6 +12,7 @@ that change go from micro-batch to micro-batch. Random numbers are drawn region 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,9 +21,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.passes.joint.batch_dims import Batch
+from mtcompile.passes.joint.batch.dims import Batch
+from mtcompile.passes.joint.batch.numbers import Numbers
+from mtcompile.passes.joint.batch.shapes import SIZED
 from mtcompile.passes.joint.loss_head import Add, adder, total
-from mtcompile.passes.joint.loss_weights import Weights, weights
+from mtcompile.passes.joint.loss_weights import LossRefused, Weights, count_of, weights
 from mtcompile.passes.joint.regions import assign, cut_by, in_order
 from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, describe, inputs_of, outputs_of, restride
@@ -62,40 +65,56 @@ class Micro:
 @dataclass(frozen=True, slots=True)
 class Joining:
     """How what micro-batches return is put together, by output index: the ``weights`` of each loss; the ``dims`` along which
-    others have the batch; ``counts``, which are added up."""
+    others have the batch; the operations that put the ``counts`` together. ``balances``: those that balance the load of
+    experts, of each micro-batch by itself."""
 
     weights: Mapping[int, Weights]
     dims: Mapping[int, int]
-    counts: frozenset[int]
+    counts: Mapping[int, Any]
+    balances: frozenset[str] = frozenset()
+
+    def numerics(self) -> str:
+        """Says how losses are put together, and what is not as for the whole batch."""
+        shares = list(dict.fromkeys(map(str, self.weights.values())))
+        return ", ".join([*shares, *(["the load balance of experts that of each"] if self.balances else [])])
 
 
 def joining_of(joint: fx.GraphModule, micro: Micro) -> Joining:
-    """Reads from the captured graph, before anything is rewritten, how outputs are put together. Raises NotImplementedError for
-    a loss whose weights cannot be told, and for an output that depends on the batch in another way."""
-    own, rows, split = _own(joint, micro), _rows(joint, micro), _split(joint, micro)
-    losses, dims, counts, batch = dict[int, Weights](), {}, set(), Batch(split, rows)
-    refused = list[tuple[OutputSpec, fx.Node, NotImplementedError]]()
+    """Reads from the captured graph, before anything is rewritten, how outputs are put together. ``meta["numbers"]``:
+    those that depend on how many rows there are, if they are known. Raises NotImplementedError for a loss whose weights cannot be told, and for an output that
+    depends on the batch in another way."""
+    numbers: Numbers = joint.meta.get("numbers") or Numbers()
+    numbers.check_seen(joint)
+    sized = [node for node in joint.graph.nodes if node.op == "call_function" and numbers.batch_dim(node) is not None]
+    rows, split = _rows(joint, micro), _split(joint, micro)
+    grads = {spec.index for spec, _ in outputs_of(joint) if spec.kind == "grad"}
+    trained = [node for spec, node in inputs_of(joint) if spec.role != "tangent" and spec.index in grads]
+    batch = Batch(split, rows, micro.count, joint.meta["constants"], numbers, trained)
+    own = _depending(joint, [*split, *sized])
+    losses, dims, counts, balances = dict[int, Weights](), {}, dict[int, Any](), set[str]()
     for spec, value in outputs_of(joint):
-        if spec.kind != "output" or (value not in own and not _is_loss(value, rows)):
+        if spec.kind != "output":
             continue
-        if _is_loss(value, rows):
-            try:
-                losses[spec.index] = weights(value, own, rows, batch.is_reduced)
-            except NotImplementedError as error:
-                refused.append((spec, value, error))
-        elif batch.is_count(value):
-            counts.add(spec.index)
-        elif (dim := batch.dim(value)) is not None:
+        if batch.place(value) == SIZED:
+            raise LossRefused("depends on the number of rows", value, spec.name)
+        if value not in own:
+            if _is_loss(value, rows):
+                losses[spec.index] = Weights("equal")
+        elif (dim := batch.dim(value)) is not None and not _is_loss(value, rows):
             dims[spec.index] = dim
+        elif value.meta["val"].is_floating_point() and (_is_loss(value, rows) or batch.is_reduced(value)):
+            try:
+                losses[spec.index], balanced = weights(value, own, batch)
+            except LossRefused as error:
+                if value.meta["val"].numel() == 1:
+                    raise
+                raise NotImplementedError(_no_batch(spec, value), "do not return or assign it", error.node) from None
+            balances |= balanced
+        elif (put := count_of(value, own, batch)) is not None:
+            counts[spec.index] = put
         else:
-            raise NotImplementedError(_no_batch(spec, value), "do not return or assign it")
-    by_index = {spec.index: value for spec, value in outputs_of(joint) if spec.kind == "output"}
-    for spec, value, error in refused:  # a part of a loss, such as that of a router, weighs as the loss does
-        whole = next((weighed for index, weighed in losses.items() if by_index[index] in _depending(joint, [value])), None)
-        if whole is None or whole.kind != "tokens":
-            raise error
-        losses[spec.index] = whole
-    return Joining(losses, dims, frozenset(counts))
+            raise NotImplementedError(_no_batch(spec, value), "do not return or assign it", batch.mixing(value))
+    return Joining(losses, dims, counts, frozenset(balances))
 
 
 def _no_batch(spec: OutputSpec, value: fx.Node) -> str:
@@ -293,9 +312,10 @@ class _Repeat:
         if spec.kind == "mutation":
             self.outputs[spec] = parts[-1]
         elif spec.index in self.weights:
-            self.outputs[spec] = self._loss(spec, parts, add)
+            self.outputs[spec] = self._loss(spec, parts, add) if value in self.own else parts[-1]
         elif spec.index in self.joining.counts:
-            self.outputs[spec] = total(add, parts)
+            put = self.joining.counts[spec.index]
+            self.outputs[spec] = functools.reduce(lambda one, other: add(put, one, other), parts)
         elif spec.index in self.joining.dims:
             self.outputs[spec] = add(aten.cat.default, parts, self.joining.dims[spec.index])
         else:

@@ -9,14 +9,15 @@ number; a sum is added up. Anything else is refused: a wrong weight would be a w
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from mtcompile.passes.joint.batch_dims import constant
+from mtcompile.passes.joint.batch.dims import Batch
+from mtcompile.passes.joint.batch.shapes import REDUCED, Along
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2  # of every loss's ``reduction``
@@ -29,7 +30,12 @@ _ADDED = (aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default
 _SCALED = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 _MEANS = (aten.mean.default, aten.mean.dim)
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
-_UNKNOWN = "unknown"  # its ``count`` says why
+_TRUTHS = {
+    **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), aten.logical_or.default),
+    **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), aten.logical_and.default),
+}
+_UNKNOWN = "unknown"  # its ``count`` says why, its ``target`` at which operation
+_BALANCE = "balance"  # a load balance of experts, which is that of each micro-batch; ``count``: the operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,44 +53,65 @@ class Weights:
         return f"their losses {texts[self.kind]}"
 
 
-def weights(loss: fx.Node, own: set[fx.Node], rows: int, is_reduced: Callable[[fx.Node], bool]) -> Weights:
-    """The weights of micro-batches in ``loss``. ``own``: the nodes that differ between micro-batches; ``rows``: rows of each;
-    ``is_reduced``: tells what has been reduced over these. Raises NotImplementedError where the weights cannot be told."""
-    parts = _Reading(own, rows, is_reduced).of(loss)
-    counted = {part for part in parts if part.kind == "tokens"}
-    if len(counted) == 1:  # what is added to a cross-entropy weighs as that does
-        return counted.pop()
-    if unknown := [part for part in parts if part.kind == _UNKNOWN] if not counted else []:
-        raise _refused(unknown[0].count)
-    if {part.kind for part in parts} <= {"equal", "tokens"}:
-        return Weights("equal")
-    if {part.kind for part in parts} == {"sum"}:
-        return Weights("sum")
-    raise _refused("is a sum in one part and a mean in another")
+class LossRefused(NotImplementedError):
+    """Raised for a loss whose weights cannot be told. ``node``: the operation that is why."""
+
+    def __init__(self, why: str, node: fx.Node, name: str = "") -> None:
+        super().__init__(
+            f"a loss ({name}) that {why}, so that it cannot be told how much each micro-batch weighs in it",
+            'use a mean over rows, cross_entropy with reduction="mean" or "sum", or pass the number of the whole batch',
+        )
+        self.node = node
 
 
-def _refused(why: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"a loss that {why}, so that it cannot be told how much each micro-batch weighs in it (use a mean over rows, "
-        'cross_entropy with reduction="mean" or "sum", or pass the number of the whole batch)'
-    )
+def weights(loss: fx.Node, own: set[fx.Node], batch: Batch) -> tuple[Weights, frozenset[str]]:
+    """The weights of micro-batches in ``loss``, and the operations that balance the load of experts, each micro-batch's by
+    itself. ``own``: the nodes that differ between micro-batches; ``batch``: tells where they have the batch. Raises LossRefused
+    where the weights cannot be told."""
+    parts = _Reading(own, batch).of(loss)
+    for part in parts:
+        if part.kind == _UNKNOWN:
+            raise LossRefused(part.count, next(node for node in loss.graph.nodes if node.name == part.target), loss.name)
+    balances = frozenset(part.count for part in parts if part.kind == _BALANCE)
+    kinds = {part for part in parts if part.kind != _BALANCE}
+    if len(kinds) > 1:
+        names = {"tokens": "a mean over some", "equal": "a mean over all", "sum": "a sum"}
+        found = " and ".join(dict.fromkeys(names[kind.kind] for kind in kinds))
+        if len({kind.kind for kind in kinds}) == 1:
+            found = "means over different numbers"
+        raise LossRefused(f"adds {found}", loss, loss.name)
+    return next(iter(kinds), Weights("equal")), balances
 
 
-def _unknown(why: str) -> set[Weights]:
-    return {Weights(_UNKNOWN, count=why)}
+def count_of(value: fx.Node, own: set[fx.Node], batch: Batch) -> Any:
+    """The operation that puts the micro-batches' parts of a whole number or truth value together: they are added up, or any or
+    all of them are true. None where that is not known."""
+    if value.meta["val"].is_floating_point():
+        return None
+    whole = value
+    while whole.target in _AS_IT_IS and whole.meta["val"].dtype == value.meta["val"].dtype:
+        whole = whole.all_input_nodes[0]
+    if whole.target in _TRUTHS and isinstance(batch.place(whole.all_input_nodes[0]), Along) and batch.is_reduced(whole):
+        return _TRUTHS[whole.target]
+    return aten.add.Tensor if _Reading(own, batch).of(value) == {Weights("sum")} else None
+
+
+def _unknown(node: fx.Node, why: str) -> set[Weights]:
+    return {Weights(_UNKNOWN, node.name, count=why)}
 
 
 @dataclass(slots=True)
 class _Reading:
-    """Takes a loss apart. ``own``, ``rows``, ``is_reduced``: as for ``weights``."""
+    """Takes a loss apart. ``own``, ``batch``: as for ``weights``."""
 
     own: set[fx.Node]
-    rows: int
-    is_reduced: Callable[[fx.Node], bool]
+    batch: Batch
 
     def of(self, node: fx.Node) -> set[Weights]:
         """The weights that the parts of a loss have."""
         target: Any = node.target
+        if self.batch.is_unknown(node):
+            return self._mixed(node)
         if target in _AS_IT_IS:
             return self.of(node.all_input_nodes[0])
         if target in _ADDED:
@@ -96,30 +123,43 @@ class _Reading:
             return self._cross_entropy(call)
         reduction = MEAN if target in _MEANS else SUM if target in _SUMS else _reduction(node)
         if reduction not in (MEAN, SUM):
-            return _unknown(f"comes from {target}")
+            return _unknown(node, f"comes from {target}")
         return self._reduced(node, reduction)
+
+    def _mixed(self, node: fx.Node) -> set[Weights]:
+        first = self.batch.mixing(node)
+        if first.target in (aten.mul.Tensor, aten.div.Tensor) and self.batch.depends(first):
+            return _unknown(first, f"depends on the number of rows ({first.target})")
+        return _unknown(first, f"depends on several rows of the batch together, or on their number ({first.target})")
 
     def _reduced(self, node: fx.Node, reduction: int) -> set[Weights]:
         whole = node.all_input_nodes[0]
         while whole.target in _AS_IT_IS:
             whole = whole.all_input_nodes[0]
         joined = whole.all_input_nodes if whole.target in (aten.cat.default, aten.stack.default) else []
-        if joined and all(part.meta["val"].numel() == 1 for part in joined):  # losses, put side by side
-            return self._of_all(joined)
-        if whole in self.own and self.is_reduced(whole):  # over rows, and what is left of them over the rest
+        if joined and all(part.meta["val"].numel() == 1 and self.batch.is_reduced(part) for part in joined):
+            return self._of_all(joined)  # losses, put side by side
+        if self.batch.is_reduced(whole):  # over rows, and what is left of them over the rest
             return self.of(whole)
-        if whole.meta["val"].numel() % max(self.rows, 1):
-            return _unknown("is reduced over something else than rows")
+        if not isinstance(self.batch.place(whole), Along) or not all(map(self._is_of_rows, node.all_input_nodes)):
+            return _unknown(node, "is reduced over something else than rows")
         if reduction == SUM and (why := self._scaled_before(whole)):
-            return _unknown(why)
+            return _unknown(node, why)
         return {Weights("equal" if reduction == MEAN else "sum")}
+
+    def _is_of_rows(self, node: fx.Node) -> bool:
+        return self.batch.place(node) != REDUCED
 
     def _added(self, node: fx.Node) -> set[Weights]:
         mine = [operand for operand in node.all_input_nodes if operand in self.own]
         parts = self._of_all(mine)
         constants = len(mine) < sum(isinstance(x, (fx.Node, int, float)) for x in node.args[:2])
-        if constants and any(part.kind == "sum" for part in parts) and node.target in (aten.add.Tensor, aten.sub.Tensor):
-            return _unknown("adds to a sum what all micro-batches share")
+        if (
+            constants
+            and any(part.kind == "sum" for part in parts)
+            and node.target not in (aten.cat.default, aten.stack.default)
+        ):
+            return _unknown(node, "adds to a sum what all micro-batches share")
         return parts
 
     def _of_all(self, nodes: Iterable[fx.Node]) -> set[Weights]:
@@ -132,28 +172,60 @@ class _Reading:
         assert isinstance(one, fx.Node)
         if isinstance(other, fx.Node) and other in self.own:
             parts = self.of(one) if node.target is aten.div.Tensor else set()
-            if parts == {Weights("sum")} and other.meta["val"].numel() == 1:
+            if parts == {Weights("sum")} and other.meta["val"].numel() == 1 and self._is_count(other):
                 return {_counted(other)}
-            return _unknown("is multiplied or divided by what a micro-batch has of its own")
-        parts = self.of(one)
-        if any(part.kind == "sum" for part in parts) and self._is_size(node, one, _number(other)):
-            return _unknown("divides a sum by what is the size of a micro-batch")
-        return parts
+            if node.target is aten.mul.Tensor and any(map(self._is_share, (one, other))):
+                return {Weights(_BALANCE, count=node.name)}
+            return _unknown(node, "is multiplied or divided by what a micro-batch has of its own")
+        return self._resized(node, self.of(one), one, other)
+
+    def _is_count(self, node: fx.Node) -> bool:
+        """Says whether a divisor is a sum over rows that no gradient arrives at: such quotients can be put together."""
+        while node.target in _AS_IT_IS:
+            node = node.all_input_nodes[0]
+        return self.of(node) == {Weights("sum")} and not self._is_trained(node)
+
+    def _is_share(self, node: fx.Node) -> bool:
+        """Says whether a value is made of whole numbers of the batch alone, such as the share of tokens of each expert."""
+        return self.batch.is_reduced(node) and self.own.isdisjoint(self.batch.sources(node)) and not self._is_trained(node)
+
+    def _is_trained(self, node: fx.Node) -> bool:
+        return not self.batch.trained.isdisjoint(self.batch.sources(node))
+
+    def _resized(self, node: fx.Node, parts: set[Weights], one: fx.Node, other: Any) -> set[Weights]:
+        """The weights of a product or quotient of what has ``parts``, and a number."""
+        number = self.batch.number(other)
+        if number is None:
+            return parts
+        times = self.batch.numbers.ratio(other if isinstance(other, fx.Node) else node, number)
+        if times is None:
+            if any(part.kind == "sum" for part in parts) and self._is_size(node, one, number):
+                return _unknown(node, "divides a sum by what is the size of a micro-batch")
+            return parts
+        if times == 1.0:
+            return parts
+        if node.target in (aten.div.Tensor, aten.div.Scalar):
+            times = 1 / times
+        if times * self.batch.count == 1 and parts == {Weights("sum")}:
+            return {Weights("equal")}
+        if times == self.batch.count and parts == {Weights("equal")}:
+            return {Weights("sum")}
+        return _unknown(node, "is multiplied or divided by a number that depends on the number of rows")
 
     def _scaled_before(self, node: fx.Node) -> str:
-        """Says why what is summed may have been divided by the size of a micro-batch, or by what it has of its own."""
+        """Says why what is summed may have been divided by the size of a micro-batch."""
         while node.target in (*_SCALED, *_AS_IT_IS):
             one, other = node.all_input_nodes[0], node.args[1] if node.target in _SCALED else None
             if isinstance(other, fx.Node) and (one not in self.own or one.meta["val"].numel() < other.meta["val"].numel()):
                 one, other = other, one
-            if isinstance(other, fx.Node) and other in self.own and other.meta["val"].numel() == 1:
-                return "sums what is multiplied or divided by what a micro-batch has of its own"
-            if self._is_size(node, one, _number(other)):
+            number = self.batch.number(other)
+            of = other if isinstance(other, fx.Node) else node
+            if number and self.batch.numbers.ratio(of, number) is None and self._is_size(node, one, number):
                 return "sums what is divided by the size of a micro-batch"
             node = one
         return ""
 
-    def _is_size(self, node: fx.Node, scaled: fx.Node, number: float | None) -> bool:
+    def _is_size(self, node: fx.Node, scaled: fx.Node, number: float) -> bool:
         """Tells whether a product or quotient divides by a number that is the size of a micro-batch."""
         if not number:
             return False
@@ -166,21 +238,16 @@ class _Reading:
             node = node.all_input_nodes[0]
         given = [each for each in self.own if each.op == "placeholder"]
         vals = [each.meta["val"] for each in (*node.all_input_nodes, *given) if each in self.own]
-        return {float(n) for val in vals for n in (val.numel(), *val.shape[:1])} | {float(self.rows)}
+        return {float(n) for val in vals for n in (val.numel(), *val.shape[:1])} | {float(self.batch.rows)}
 
     def _cross_entropy(self, node: fx.Node) -> set[Weights]:
+        if not all(isinstance(self.batch.place(operand), Along) for operand in node.all_input_nodes[:2]):
+            return _unknown(node, "takes labels, or probabilities, that are not of each row")
         if node.args[3] == SUM:
             return {Weights("sum")}
         if node.args[3] != MEAN or node.args[2] is not None:
-            return _unknown("is a cross-entropy with class weights")
+            return _unknown(node, "is a cross-entropy with class weights")
         return {Weights("tokens", node.args[1].name, int(node.args[4]))}
-
-
-def _number(value: Any) -> float | None:
-    """Returns a number, also one that the graph makes of nothing; None for anything else."""
-    if isinstance(value, fx.Node) and value.meta["val"].numel() == 1 and (made := constant(value)) is not None:
-        return float(made)
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _counted(node: fx.Node) -> Weights:

@@ -13,7 +13,7 @@ is a reduction over the batch; where several are, or rows trade places (a sort, 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -21,9 +21,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.passes.joint.batch_shapes import (
+from mtcompile.passes.joint.batch.alike import Alike, constant
+from mtcompile.passes.joint.batch.numbers import Numbers
+from mtcompile.passes.joint.batch.shapes import (
     REDUCED,
     SHARED,
+    SIZED,
     UNKNOWN,
     Along,
     Place,
@@ -32,17 +35,68 @@ from mtcompile.passes.joint.batch_shapes import (
     of_twice_as_many,
     shape_of,
 )
-from mtcompile.passes.step_graph import is_random, restride
+from mtcompile.passes.step_graph import iter_tensors, restride
 
 aten = torch.ops.aten
-_MOST_ELEMENTS = 1 << 20  # of constants, such as arange(batch), whose numbers are looked at
 
 
 class Batch:
-    """Tells where values of a captured micro-batch have the batch. ``split``: the inputs that have it in front, in ``rows``."""
+    """Tells where values of a captured micro-batch have the batch. ``split``: the inputs that have it in front, in ``rows``;
+    ``count``: how many micro-batches; ``constants``: the tensors that the graph holds, by placeholder; ``numbers``: those that
+    depend on how many rows there are; ``trained``: the inputs that a gradient arrives at."""
 
-    def __init__(self, split: Collection[fx.Node], rows: int) -> None:
-        self._following = _Following(split, rows)
+    def __init__(
+        self,
+        split: Collection[fx.Node],
+        rows: int,
+        count: int,
+        constants: Mapping[str, torch.Tensor],
+        numbers: Numbers,
+        trained: Collection[fx.Node] = (),
+    ) -> None:
+        self.trained = frozenset(trained)
+        self.rows, self.count, self.constants, self.numbers = rows, count, constants, numbers
+        self._following = _Following(split, rows, Alike(rows, constants), numbers)
+
+    def number(self, value: Any) -> float | None:
+        """Returns a number, also one that the graph holds or makes of nothing; None for anything else."""
+        if isinstance(value, fx.Node) and value.meta["val"].numel() == 1:
+            made = constant(value, self.constants)
+            return None if made is None else float(made)
+        return float(value) if isinstance(value, (int, float)) else None
+
+    def depends(self, node: fx.Node) -> bool:
+        """Says whether an operation computes with a number that depends on how many rows there are."""
+        return self.numbers.depend(node, self.constants)
+
+    def is_unknown(self, value: fx.Node) -> bool:
+        """Says whether it is not known how a value is made of the rows."""
+        return is_unknown(self.place(value))
+
+    def sources(self, value: fx.Node) -> set[fx.Node]:
+        """Returns the inputs that a value is made of without a whole number or truth value in between, so that a gradient may
+        arrive at them."""
+        seen, todo = {value}, [value]
+        while todo:
+            each = todo.pop()
+            operands = {operand for operand in each.all_input_nodes if _has_floats(operand)} - seen
+            seen |= operands
+            todo += operands
+        return {node for node in seen if node.op == "placeholder"}
+
+    def place(self, value: fx.Node) -> Places:
+        """Returns where a value has the batch."""
+        return self._following.of(value)
+
+    def mixing(self, value: fx.Node) -> fx.Node:
+        """Returns the first operation, of those that make ``value``, whose result is not known to be of each row, nor known to
+        be reduced over all of them; ``value`` itself if there is none."""
+        while value.op == "call_function":
+            unknown = [operand for operand in value.all_input_nodes if is_unknown(self.place(operand))]
+            if not unknown:
+                break
+            value = unknown[0]
+        return value
 
     def dim(self, value: fx.Node) -> int | None:
         """Returns the dimension along which the batch's parts of a value are put together; None where it is no such value, or
@@ -54,21 +108,20 @@ class Batch:
         """Says whether a value has the same shape however many rows there are, and is made of all of them."""
         return self._following.of(value) == REDUCED
 
-    def is_count(self, value: fx.Node) -> bool:
-        """Says whether a value is a sum over all rows, to which those of the micro-batches add up; or whether any is true."""
-        while value.target in _SAME_ELEMENTS:
-            value = value.all_input_nodes[0]
-        if value.target is aten.add.Tensor and len(value.all_input_nodes) == 2:
-            return all(map(self.is_count, value.all_input_nodes))
-        sums = value.target in (aten.sum.default, aten.sum.dim_IntList, aten.any.default) and value.meta["val"].numel() == 1
-        return sums and isinstance(self._following.of(value.all_input_nodes[0]), Along)
+
+def _has_floats(node: fx.Node) -> bool:
+    return any(val.is_floating_point() for val in iter_tensors(node))
+
+
+def is_unknown(place: Places) -> bool:
+    return place == UNKNOWN or (isinstance(place, tuple) and UNKNOWN in place)
 
 
 class _Following:
     """Follows the batch from operation to operation. ``places``: what is known of each value so far."""
 
-    def __init__(self, split: Collection[fx.Node], rows: int) -> None:
-        self.split, self.rows = frozenset(split), rows
+    def __init__(self, split: Collection[fx.Node], rows: int, alike: Alike, numbers: Numbers) -> None:
+        self.split, self.rows, self.alike, self.numbers = frozenset(split), rows, alike, numbers
         self.places: dict[fx.Node, Places] = {}
 
     def of(self, value: fx.Node) -> Places:
@@ -87,7 +140,13 @@ class _Following:
     def _made(self, node: fx.Node) -> Places:
         if node.op != "call_function":
             return Along(0) if node in self.split else SHARED
+        if (dim := self.numbers.batch_dim(node)) is not None:
+            return Along(dim) if shape_of(node)[dim] == self.rows else UNKNOWN
         places = [self.places[operand] for operand in node.all_input_nodes]
+        if self.numbers.known and self.numbers.depend(node, self.alike.constants):
+            places.append(SIZED)
+        if SIZED in places:
+            return self._made_of_sizes(node, places)
         if node.target is operator.getitem:
             several = places[0]
             return several[args_of(node)[1]] if isinstance(several, tuple) else several
@@ -100,6 +159,13 @@ class _Following:
         if rule is None and (torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _ALIKE):
             rule = _pointwise
         return (rule or of_twice_as_many)(self, node)
+
+    def _made_of_sizes(self, node: fx.Node, places: list[Places]) -> Place:
+        """As for an operation that computes with a number of rows: what it makes of a row differs in the whole batch."""
+        if all(place in (SHARED, SIZED) for place in places):
+            return SIZED
+        linear = node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
+        return REDUCED if linear and all(place in (SHARED, SIZED, REDUCED) for place in places) else UNKNOWN
 
     def along(self, node: fx.Node) -> Iterator[tuple[fx.Node, Along]]:
         """The operands that have the batch along a dimension."""
@@ -119,6 +185,12 @@ def _pointwise(following: _Following, node: fx.Node) -> Place:
         if shape[dim] != shape_of(operand)[place.dim]:
             return UNKNOWN
         places.add(replace(place, dim=dim))
+    for operand in node.all_input_nodes if places else []:  # each row reads what is made of all, or numbers of its own
+        dim, outer = next((place.dim, place.outer) for place in places)
+        at = dim - len(shape) + len(shape_of(operand))
+        other = following.places[operand]
+        if other == REDUCED or (other == SHARED and at >= 0 and not following.alike(operand, at, outer)):
+            return UNKNOWN
     if node.target is aten.add.Tensor and any(not place.routed for place in places):
         places = {replace(place, routed=False) for place in places}  # hidden states, and what experts add to them
     if len({replace(place, routed=False) for place in places}) > 1:
@@ -193,6 +265,8 @@ def _index(following: _Following, node: fx.Node) -> Places:
 def _put(following: _Following, node: fx.Node) -> Places:
     """x[indices] = values."""
     source, indices = args_of(node)[:2]
+    if any(following.places[operand] == REDUCED for operand in node.all_input_nodes):
+        return UNKNOWN
     place: Any = following.places[source]
     at = next(number for number, each in enumerate(indices) if each is not None)
     if isinstance(place, Along) and place.dim != at:
@@ -292,26 +366,6 @@ def _dim_of_own(index: fx.Node, length: int, rows: int) -> int | None:
     return dim if torch.equal(each, own) else None
 
 
-def constant(node: fx.Node) -> torch.Tensor | None:
-    """Returns the value of an operation that reads nothing given to a step; None where it does, or is large or random."""
-    order, todo = list[fx.Node](), [node]
-    while todo:
-        each = todo.pop()
-        val = each.meta.get("val")
-        known = each.op == "call_function" and isinstance(val, torch.Tensor) and not is_random(each)
-        if not known or val.numel() > _MOST_ELEMENTS:
-            return None
-        order.append(each)
-        todo += each.all_input_nodes
-    values = dict[fx.Node, torch.Tensor]()
-    for each in reversed(order):
-        args, kwargs = fx.node.map_arg((each.args, each.kwargs), values.__getitem__)
-        run: Any = each.target
-        values[each] = run(*args, **{**kwargs, **({"device": "cpu"} if "device" in kwargs else {})})
-    return values[node]
-
-
-_SAME_ELEMENTS = (aten.view.default, aten.reshape.default, aten._to_copy.default, aten.clone.default, aten.alias.default)
 _FILLED = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
 _ALIKE = (restride, aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default)
 _PICKS = (aten.gather.default, aten.index_select.default)

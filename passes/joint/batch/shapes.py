@@ -28,6 +28,7 @@ class Along:
 
 
 SHARED, REDUCED, UNKNOWN = "the same for all rows", "reduced over the batch", "not known to be of each row"
+SIZED = "made of a number that depends on how many rows there are"
 Place = Along | str
 Places = Place | tuple[Place, ...]
 
@@ -41,15 +42,20 @@ class Following(Protocol):
     def along(self, node: fx.Node) -> Iterator[tuple[fx.Node, Along]]:
         """The operands that have the batch along a dimension."""
 
+    def alike(self, node: fx.Node, dim: int, outer: int = 1) -> bool:
+        """Says whether what all rows share is the same for each of them, which are along ``dim``."""
+
 
 def of_twice_as_many(following: Following, node: fx.Node, written: bool = False) -> Places:
     """Returns the places of the batch in results, as the shape function tells for twice as many rows. Operands that all rows
     share may have the batch's length too, such as zeros(batch, n): these are lengthened where the operation does not work
-    otherwise, or the first if it is ``written``."""
+    otherwise, or the first if it is ``written``. What is reduced over the batch may not be read by its rows again."""
     vals: Any = node.meta["val"]
     along = [(shape_of(operand)[place.dim], place) for operand, place in following.along(node)]
     if not along:
         return REDUCED if isinstance(vals, torch.Tensor) else (REDUCED,) * len(vals)
+    if any(following.places[operand] == REDUCED for operand in node.all_input_nodes):
+        return UNKNOWN if isinstance(vals, torch.Tensor) else (UNKNOWN,) * len(vals)
 
     def same_dim(operand: fx.Node) -> int | None:
         shape = shape_of(operand)
@@ -59,16 +65,25 @@ def of_twice_as_many(following: Following, node: fx.Node, written: bool = False)
         lengths = {length for length, _ in along}
         return next((dim for dim, length in enumerate(shape_of(operand)) if length in lengths), None)
 
+    ways: list[Callable[[fx.Node], int | None]]
     ways = [same_dim] if written else [lambda operand: None, same_dim, first_dim]
-    longer = next((result for way in ways if (result := _run(following, node, way)) is not None), None)
-    if longer is None:
-        return UNKNOWN
+    longer, way = next(((result, way) for way in ways if (result := _run(following, node, way)) is not None), (None, ways[0]))
+    if longer is None or not _lengthened_alike(following, node, way):
+        return UNKNOWN if isinstance(vals, torch.Tensor) else (UNKNOWN,) * len(vals)
     if isinstance(vals, torch.Tensor):
         return _compared(following, node, vals, longer)
+    if len(vals) != len(longer):  # rows cut into pieces
+        return (UNKNOWN,) * len(vals)
     return tuple(
         _compared(following, node, val, new) if isinstance(val, torch.Tensor) else SHARED
         for val, new in zip(vals, longer, strict=True)
     )
+
+
+def _lengthened_alike(following: Following, node: fx.Node, lengthened: Callable[[fx.Node], int | None]) -> bool:
+    """Says whether the operands without the batch that were lengthened are the same for each row."""
+    shared = [operand for operand in node.all_input_nodes if following.places[operand] == SHARED]
+    return all(following.alike(operand, dim) for operand in shared if (dim := lengthened(operand)) is not None)
 
 
 def _run(following: Following, node: fx.Node, lengthened: Callable[[fx.Node], int | None]) -> Any:

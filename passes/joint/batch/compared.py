@@ -1,0 +1,146 @@
+"""Compares a forward captured for a micro-batch with the same captured for the whole batch: which of its numbers differ?
+
+Python computes with sizes while a forward is captured, so ``x.sum() / len(x)`` is a division by 4 in the graph, as by any other
+4. In the graph of the whole batch it is a division by 8: what differs depends on how many rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import fx
+
+from mtcompile.passes.joint.batch.numbers import DependsOnRows, Numbers
+
+_VIEWS = ("view", "reshape", "expand", "repeat", "tile", "unflatten", "flatten", "broadcast_to", "repeat_interleave")
+_PICKS = ("getitem", "narrow", "select", "split", "chunk", "tensor_split")
+_FILLED = ("zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty")
+_NUMBERED = ("arange", "eye", "linspace")
+_SIZES = (*_VIEWS, *_PICKS, *_FILLED, *_NUMBERED)
+_ARITHMETIC = (
+    "mul",
+    "truediv",
+    "div",
+    "add",
+    "sub",
+    "rsub",
+    "pow",
+    "floordiv",
+    "floor_divide",
+    "true_divide",
+    "multiply",
+    "mod",
+)
+_ARITHMETIC += (
+    "imul",
+    "itruediv",
+    "iadd",
+    "isub",
+    "mul_",
+    "div_",
+    "add_",
+    "sub_",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "divide",
+)
+_ARITHMETIC += ("clamp", "clamp_min", "clamp_max", "tensor", "scalar_tensor", "as_tensor", "full_like", "remainder", "fmod")
+
+
+def compared(micro: fx.GraphModule, whole: fx.GraphModule) -> Numbers:
+    """Returns the numbers that Dynamo's graphs of a micro-batch and of the whole batch compute with. Raises DependsOnRows where
+    they differ in anything else than sizes and such numbers."""
+    numbers = Numbers(known=True)
+    _compare(micro, whole, numbers)
+    return numbers
+
+
+def _compare(micro: fx.GraphModule, whole: fx.GraphModule, numbers: Numbers) -> None:
+    same: dict[fx.Node, fx.Node] = {}
+    for one, other in zip_longest(micro.graph.nodes, whole.graph.nodes):
+        if one is None or other is None or one.op != other.op or (one.op.startswith("call") and one.target != other.target):
+            raise DependsOnRows("runs other operations for the whole batch", one or next(iter(micro.graph.nodes)))
+        same[one] = other
+        if one.op == "get_attr":
+            _compare_held(micro, whole, one, other, numbers)
+        elif one.op.startswith("call"):
+            _compare_call(one, other, same, numbers)
+
+
+def _compare_held(micro: fx.GraphModule, whole: fx.GraphModule, one: fx.Node, other: fx.Node, numbers: Numbers) -> None:
+    held, beside = (attrgetter(str(node.target))(module) for module, node in ((micro, one), (whole, other)))
+    if isinstance(held, fx.GraphModule) and isinstance(beside, fx.GraphModule):
+        _compare(held, beside, numbers)
+    elif isinstance(held, torch.Tensor) and (held.shape != beside.shape or not torch.equal(held, beside)):
+        raise DependsOnRows("holds a tensor that depends on the number of rows", one)
+
+
+def _compare_call(one: fx.Node, other: fx.Node, same: dict[fx.Node, fx.Node], numbers: Numbers) -> None:
+    name = one.target if isinstance(one.target, str) else getattr(one.target, "__name__", str(one.target))
+    place, grown = str(one.meta.get("stack_trace")), _grown(one, other)
+    if name in _PICKS and grown is None and (of := _grown_operand(one, same)) is not None and _shape(of)[0] == 1:
+        raise DependsOnRows(f"picks some of the rows ({name})", one)  # which shows in no graph of a single row
+    if name in _FILLED and grown is not None:
+        numbers.dims[place] = grown
+    for given, beside in _pairs((one.args, one.kwargs), (other.args, other.kwargs)):
+        if isinstance(given, fx.Node):
+            if same.get(given) is not beside:
+                raise DependsOnRows("runs other operations for the whole batch", one)
+            continue
+        number = isinstance(given, (int, float)) and isinstance(beside, (int, float)) and not isinstance(given, bool)
+        if number and name not in _VIEWS + _PICKS + _NUMBERED:
+            numbers.by_place.setdefault(place, {})[float(given)] = float(beside)
+        if given == beside:
+            continue
+        if number and name in _ARITHMETIC + _FILLED and place not in numbers.dims:
+            numbers.changing[place] = one
+        if not (name in _SIZES or (number and name in _ARITHMETIC)) or (name in ("tensor", "as_tensor") and _numel(one) != 1):
+            raise DependsOnRows(f"calls {name} with {given} for a micro-batch and {beside} for the whole batch", one)
+        if name in _NUMBERED and _shape(one)[:1] == (1,) and not all(map(_picks_with, one.users)):
+            raise DependsOnRows(f"numbers the rows ({name})", one)  # a single number is read by each row alike
+
+
+def _picks_with(user: fx.Node) -> bool:
+    """Says whether numbers of rows are only used to pick what is of the same row."""
+    return str(getattr(user.target, "__name__", user.target)) == "getitem"
+
+
+def _pairs(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields what two arguments hold at the same places."""
+    if isinstance(one, slice) and isinstance(other, slice):
+        one, other = (one.start, one.stop, one.step), (other.start, other.stop, other.step)
+    if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
+        one, other = tuple(one.values()), tuple(other.values())
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)) and len(one) == len(other):
+        for each, beside in zip(one, other, strict=True):
+            yield from _pairs(each, beside)
+    else:
+        yield one, other
+
+
+def _grown(one: fx.Node, other: fx.Node) -> int | None:
+    """The dimension in which a value of the whole batch is longer; None for none."""
+    shapes = zip(_shape(one), _shape(other), strict=False)
+    return next((dim for dim, (length, longer) in enumerate(shapes) if length != longer), None)
+
+
+def _grown_operand(node: fx.Node, same: dict[fx.Node, fx.Node]) -> fx.Node | None:
+    return next((each for each in node.all_input_nodes[:1] if each in same and _grown(each, same[each]) == 0), None)
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    val = node.meta.get("example_value")
+    return tuple(val.shape) if isinstance(val, torch.Tensor) else ()
+
+
+def _numel(node: fx.Node) -> int:
+    val = node.meta.get("example_value")
+    return val.numel() if isinstance(val, torch.Tensor) else 0
