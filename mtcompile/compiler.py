@@ -176,15 +176,18 @@ def rewrite_joint(
     joint: fx.GraphModule, precision: Precision, fuses: bool, form: Form, micro: Micro | None, shared: Shared
 ) -> JointStep:
     """Returns ``joint`` cut as ``form`` says, and repeated for all micro-batches. Raises CaptureError."""
-    rewritten, form, changed = cut_joint(joint, form, shared.rewritten)
-    numerics = [precision.contract(), *contract(joint, fuses, changed)]
-    if micro is not None:
-        try:
-            rewritten = repeat(rewritten, micro, joining := joining_of(joint, micro))
-        except NotImplementedError as error:
-            raise not_in_micro_batches(micro.count, error) from None
-        summed = " in fp32" if micro.wide else ""
-        numerics.append(f"{micro.count} micro-batches, their gradients added up{summed} in their order, {joining.numerics()}")
+    try:
+        joining = joining_of(joint, micro) if micro is not None else None  # it marks what cutting keeps
+        rewritten, form, changed = cut_joint(joint, form, shared.rewritten)
+        numerics = [precision.contract(), *contract(joint, fuses, changed)]
+        if micro is not None and joining is not None:
+            rewritten = repeat(rewritten, micro, joining)
+            summed = " in fp32" if micro.wide else ""
+            numerics.append(
+                f"{micro.count} micro-batches, their gradients added up{summed} in their order, {joining.numerics()}"
+            )
+    except NotImplementedError as error:
+        raise (not_in_micro_batches(micro.count, error) if micro is not None else error) from None
     return JointStep(rewritten, "; ".join(numerics), form, shared)
 
 

@@ -74,8 +74,8 @@ def place_of(nodes: Iterable[fx.Node]) -> str:
 
 
 def not_in_micro_batches(count: int, error: NotImplementedError) -> CaptureError:
-    """Returns the error that says why a model cannot run in ``count`` micro-batches, from one that has what the model does, what
-    to do, and perhaps the operation."""
+    """Returns the error that says why a model cannot run in ``count`` micro-batches, from one that says what it does, what to
+    do, and perhaps at which operation."""
     what, *ways = (argument for argument in error.args if isinstance(argument, str))
     nodes = [node for node in (getattr(error, "node", None), *error.args) if isinstance(node, fx.Node)]
     return CaptureError(

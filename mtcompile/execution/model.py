@@ -229,7 +229,8 @@ class CompiledModel:
                 if batch.is_new:
                     before.restore()
                     batch.takes_whole = True
-                    self._captured(model, *args, **kwargs)
+                    whole = next(micro_batches((args, kwargs), 1))  # views, as micro-batches are
+                    self._captured(model, *whole[0], **whole[1])
                     batch.takes_whole = False
             ended = compiled is None
             return with_whole(output, micro, (args, kwargs))

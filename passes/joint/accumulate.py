@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,14 @@ from torch import fx
 
 from mtcompile.passes.joint.batch.dims import Batch
 from mtcompile.passes.joint.batch.numbers import Numbers
-from mtcompile.passes.joint.batch.shapes import SIZED
+from mtcompile.passes.joint.batch.once import mark_once
+from mtcompile.passes.joint.batch.shapes import REDUCED, SIZED
 from mtcompile.passes.joint.loss_head import Add, adder, total
-from mtcompile.passes.joint.loss_weights import LossRefused, Weights, count_of, weights
+from mtcompile.passes.joint.loss_weights import LossRefused, Weights, put_together, weights
 from mtcompile.passes.joint.regions import assign, cut_by, in_order
 from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, describe, inputs_of, outputs_of, restride
+from mtcompile.runtime.schedule import listed
 
 aten = torch.ops.aten
 Region = tuple[str, int]
@@ -65,24 +67,28 @@ class Micro:
 @dataclass(frozen=True, slots=True)
 class Joining:
     """How what micro-batches return is put together, by output index: the ``weights`` of each loss; the ``dims`` along which
-    others have the batch; the operations that put the ``counts`` together. ``balances``: those that balance the load of
-    experts, of each micro-batch by itself."""
+    others have the batch; the operations that put the ``counts`` together. ``parts``: instead of weights and counts, those of
+    the reductions that losses and counts are made of once for all, by name. ``norms``: the modules that normalize rows by what
+    these have in common, as batch norm does in training."""
 
     weights: Mapping[int, Weights]
     dims: Mapping[int, int]
     counts: Mapping[int, Any]
-    balances: frozenset[str] = frozenset()
+    parts: Mapping[str, Weights] = field(default_factory=dict)
+    norms: str = ""
 
     def numerics(self) -> str:
         """Says how losses are put together, and what is not as for the whole batch."""
-        shares = list(dict.fromkeys(map(str, self.weights.values())))
-        return ", ".join([*shares, *(["the load balance of experts that of each"] if self.balances else [])])
+        shares = ", ".join(dict.fromkeys(map(str, self.weights.values())))
+        if self.parts:
+            shares = "each mean or sum in their losses put together, and what is made of these computed once"
+        return shares + (f", the batch statistics of each by itself ({self.norms})" if self.norms else "")
 
 
 def joining_of(joint: fx.GraphModule, micro: Micro) -> Joining:
-    """Reads from the captured graph, before anything is rewritten, how outputs are put together. ``meta["numbers"]``:
-    those that depend on how many rows there are, if they are known. Raises NotImplementedError for a loss whose weights cannot be told, and for an output that
-    depends on the batch in another way."""
+    """Reads from the captured graph, before anything is rewritten, how outputs are put together. ``meta["numbers"]``: those
+    that depend on how many rows there are, if they are known. Raises NotImplementedError for a loss whose parts cannot be put
+    together, and for an output that depends on the batch in another way. Marks what is computed once (see ``once``)."""
     numbers: Numbers = joint.meta.get("numbers") or Numbers()
     numbers.check_seen(joint)
     sized = [node for node in joint.graph.nodes if node.op == "call_function" and numbers.batch_dim(node) is not None]
@@ -91,7 +97,7 @@ def joining_of(joint: fx.GraphModule, micro: Micro) -> Joining:
     trained = [node for spec, node in inputs_of(joint) if spec.role != "tangent" and spec.index in grads]
     batch = Batch(split, rows, micro.count, joint.meta["constants"], numbers, trained)
     own = _depending(joint, [*split, *sized])
-    losses, dims, counts, balances = dict[int, Weights](), {}, dict[int, Any](), set[str]()
+    losses, dims, counts, reduced = dict[int, Weights](), {}, dict[int, Any](), dict[int, fx.Node]()
     for spec, value in outputs_of(joint):
         if spec.kind != "output":
             continue
@@ -102,19 +108,32 @@ def joining_of(joint: fx.GraphModule, micro: Micro) -> Joining:
                 losses[spec.index] = Weights("equal")
         elif (dim := batch.dim(value)) is not None and not _is_loss(value, rows):
             dims[spec.index] = dim
-        elif value.meta["val"].is_floating_point() and (_is_loss(value, rows) or batch.is_reduced(value)):
-            try:
-                losses[spec.index], balanced = weights(value, own, batch)
-            except LossRefused as error:
-                if value.meta["val"].numel() == 1:
-                    raise
-                raise NotImplementedError(_no_batch(spec, value), "do not return or assign it", error.node) from None
-            balances |= balanced
-        elif (put := count_of(value, own, batch)) is not None:
-            counts[spec.index] = put
+            if numbers.known and spec.index < len(numbers.outputs) and numbers.outputs[spec.index] != dim:
+                raise NotImplementedError(_no_batch(spec, value), "do not return or assign it", value)
+        elif batch.is_reduced(value) or _is_loss(value, rows):
+            reduced[spec.index] = value
         else:
             raise NotImplementedError(_no_batch(spec, value), "do not return or assign it", batch.mixing(value))
-    return Joining(losses, dims, counts, frozenset(balances))
+    try:
+        for index, value in reduced.items():
+            if value.meta["val"].is_floating_point():
+                losses[index] = weights(value, own, batch)
+            else:
+                counts[index] = put_together(value, own, batch)
+        parts = dict[str, Weights]()
+    except LossRefused as error:
+        for value in reduced.values():
+            if batch.is_unknown(value):
+                raise error
+        losses, counts, parts = {}, {}, mark_once(joint, reduced, own, batch)
+    return Joining(losses, dims, counts, parts, listed(list(dict.fromkeys(_norms(joint, batch))), most=3))
+
+
+def _norms(joint: fx.GraphModule, batch: Batch) -> Iterator[str]:
+    for node in joint.graph.nodes:
+        if "batch_norm" in str(node.target) and node.meta.get("phase") == "forward":
+            if isinstance(places := batch.place(node), tuple) and places[1] == REDUCED and node.meta["val"][1].numel():
+                yield str(node.meta.get("module_path") or node.name)
 
 
 def _no_batch(spec: OutputSpec, value: fx.Node) -> str:
@@ -186,7 +205,11 @@ class _Repeat:
         self.inputs: list[InputSpec] = []
         self.outputs: dict[OutputSpec, fx.Node] = {}
         self.tangents: dict[fx.Node, tuple[fx.Node, int]] = {}  # -> of all, and the index of its output
-        self.scales: dict[int, list[fx.Node]] = {}  # output index -> the weight of each micro-batch
+        self.scales: dict[int | str, list[fx.Node]] = {}  # output index, or reduction -> the weight of each micro-batch
+        self.whole: dict[fx.Node, fx.Node] = {}  # what is put together, or computed once
+        self.weighed: dict[
+            tuple[fx.Node, str, int], fx.Node
+        ] = {}  # what is computed once, as a micro-batch's backward reads it
         self.rows, self.own = _rows(joint, micro), _own(joint, micro)
         self.results = outputs_of(joint)
         self.following = {}  # a buffer's placeholder -> the node that is its next version
@@ -200,11 +223,17 @@ class _Repeat:
         self._take_inputs()
         grads = {value: spec for spec, value in self.results if spec.kind == "grad"}
         for region, nodes in in_order(self.joint.graph, self.region):
+            if region[0] == "backward":
+                self._put_together(nodes, grads, region)
             for number in range(self.micro.count):
                 for node in nodes:
+                    if "once" in node.meta:
+                        continue
                     copied = self._copy(node, number, region)
                     if node in grads:
                         self._sum(grads[node], node, copied, number)
+            if region[0] != "backward":
+                self._put_together(nodes, grads, region)
             for spec, value in self.results:
                 if self.region.get(value) == region and spec.kind != "grad":
                     self._output(spec, value)
@@ -218,6 +247,37 @@ class _Repeat:
         repeated.meta.update(inputs=tuple(self.inputs), outputs=tuple(spec for spec, _ in ordered), cut=self.blocks)
         repeated.graph.lint()
         return repeated
+
+    def _put_together(self, nodes: Iterable[fx.Node], grads: Mapping[fx.Node, OutputSpec], region: Region) -> None:
+        """Puts reductions of a region together, and computes what is computed once."""
+        for node in nodes:
+            if (name := node.meta.get("reduces")) is not None:
+                self.whole[node] = self._total(name, self.joining.parts[name], [env[node] for env in self.env], self._add(node))
+            elif "once" in node.meta:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._of_whole)
+                args = node.meta["once"](args)
+                self.whole[node] = copied = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+                copied.meta = {**node.meta, "region": region}
+                if node in grads:
+                    self._sum(grads[node], node, copied, 0)
+
+    def _of_whole(self, operand: fx.Node) -> fx.Node:
+        if operand in self.tangents:
+            return self.tangents[operand][0]
+        if operand not in self.whole and operand not in self.env[0]:  # all micro-batches make the same of it, in this region
+            args = fx.node.map_arg((operand.args, operand.kwargs), self._of_whole)
+            self.whole[operand] = self.graph.create_node(operand.op, operand.target, *args, name=f"{operand.name}_once")
+            self.whole[operand].meta = {**operand.meta, "region": self.region[operand]}
+        return self.whole[operand] if operand in self.whole else self.env[0][operand]
+
+    def _weighed(self, operand: fx.Node, number: int, node: fx.Node) -> fx.Node:
+        """What is computed once, as ``node`` of a micro-batch reads it: with the weight that this has in the reduction whose
+        backward it is; or its share of a gradient that all add up."""
+        name = str(node.meta.get("weighs", ""))
+        if (operand, name, number) not in self.weighed:
+            weights = self.joining.parts[name] if name else Weights("equal")
+            self.weighed[operand, name, number] = self._share(self._of_whole(operand), weights, name, number, node)
+        return self.weighed[operand, name, number]
 
     def _take_inputs(self) -> None:
         outputs = {spec.index: value for spec, value in self.results if spec.kind == "output"}
@@ -256,6 +316,8 @@ class _Repeat:
         return copied
 
     def _operand(self, operand: fx.Node, number: int, node: fx.Node) -> fx.Node:
+        if "once" in operand.meta:
+            return self._weighed(operand, number, node)
         if operand in self.tangents and operand not in self.env[number]:
             self.env[number][operand] = self._tangent(operand, number, node)
         if number and operand in self.following:
@@ -285,11 +347,16 @@ class _Repeat:
             part = add(aten.slice.Tensor, whole, dim, number * rows, (number + 1) * rows)
             alike = part.meta["val"].stride() == val.stride()
             return part if alike else add(restride, part, tuple(val.shape), tuple(val.stride()))
-        if self.weights[index].kind == "sum":
+        return self._share(whole, self.weights[index], index, number, user)
+
+    def _share(self, whole: fx.Node, weights: Weights, key: int | str, number: int, user: fx.Node) -> fx.Node:
+        """What arrives of a gradient at one micro-batch."""
+        add, val = self._add(user), whole.meta["val"]
+        if weights.kind == "sum":
             return whole
-        if self.weights[index].kind == "equal":
+        if weights.kind == "equal":
             return add(aten.div.Tensor, whole, self.micro.count)
-        scaled = add(aten.mul.Tensor, whole, self.scales[index][number])
+        scaled = add(aten.mul.Tensor, whole, self.scales[key][number])
         return scaled if scaled.meta["val"].dtype == val.dtype else add(aten._to_copy.default, scaled, dtype=val.dtype)
 
     def _sum(self, spec: OutputSpec, node: fx.Node, copied: fx.Node, number: int) -> None:
@@ -307,12 +374,17 @@ class _Repeat:
         self.outputs[spec] = copied
 
     def _output(self, spec: OutputSpec, value: fx.Node) -> None:
+        if value in self.whole:
+            self.outputs[spec] = self.whole[value]
+            return
         parts = [env[value] for env in self.env]
         add = self._add(value)
         if spec.kind == "mutation":
             self.outputs[spec] = parts[-1]
         elif spec.index in self.weights:
-            self.outputs[spec] = self._loss(spec, parts, add) if value in self.own else parts[-1]
+            self.outputs[spec] = (
+                self._total(spec.index, self.weights[spec.index], parts, add) if value in self.own else parts[-1]
+            )
         elif spec.index in self.joining.counts:
             put = self.joining.counts[spec.index]
             self.outputs[spec] = functools.reduce(lambda one, other: add(put, one, other), parts)
@@ -332,10 +404,13 @@ class _Repeat:
             rows = f"an output ({spec.name}) of {self.rows} rows"
             raise NotImplementedError(f"{rows} that depends on no input, so perhaps not on the batch")
 
-    def _loss(self, spec: OutputSpec, losses: list[fx.Node], add: Add) -> fx.Node:
-        weights = self.weights[spec.index]
+    def _total(self, key: int | str, weights: Weights, losses: list[fx.Node], add: Add) -> fx.Node:
+        """A loss, or a reduction, of all micro-batches; its weights are kept under ``key``."""
         if weights.kind == "sum":
             return total(add, losses)
+        if weights.kind in ("any", "all"):
+            put = aten.logical_or.default if weights.kind == "any" else aten.logical_and.default
+            return functools.reduce(lambda one, other: add(put, one, other), losses)
         if weights.kind == "equal":
             return total(add, [add(aten.div.Tensor, loss, self.micro.count) for loss in losses])
         dtype = losses[0].meta["val"].dtype
@@ -350,7 +425,7 @@ class _Repeat:
             counts.append(add(aten._to_copy.default, add(aten.view.default, number, []), dtype=exact))
         of_all = total(add, counts)
         scales = [add(aten.div.Tensor, count, of_all) for count in counts]
-        self.scales[spec.index] = scales
+        self.scales[key] = scales
         terms = []
         for loss, scale in zip(losses, scales, strict=True):
             if dtype != exact:

@@ -162,6 +162,8 @@ def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
         weight = total(add, weights)
         loss = add(aten.div.Tensor, total(add, sums), weight, val=_val(head.loss)[0])
     for user in list(head.loss.users):
+        if user.args[1] == 0:
+            loss.meta.update(_marks(user))
         user.replace_all_uses_with(loss if user.args[1] == 0 else weight)
 
     back = head.backward
@@ -176,6 +178,7 @@ def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
             labels = _rows(add, target, start, end)
             rows, operands = end - start, (tangent, logarithms, labels, None, MEAN, ignored, counted)
             gradient = add(aten.nll_loss_backward.default, *operands, val=_alike(back.loss, rows))
+            gradient.meta.update(_marks(back.loss))
             operands = (gradient, logarithms, *back.softmax.args[2:])
             gradient = add(aten._log_softmax_backward_data.default, *operands, val=_alike(back.softmax, rows))
             for cast in back.casts:
@@ -241,6 +244,11 @@ def _logarithms(add: Add, head: _Head, start: int, end: int) -> fx.Node:
 
 def _rows(add: Add, node: fx.Node, start: int, end: int) -> fx.Node:
     return add(aten.slice.Tensor, node, 0, start, end)
+
+
+def _marks(node: fx.Node) -> dict[str, Any]:
+    """What says how micro-batches' parts of a loss are put together (see ``batch.once``)."""
+    return {mark: node.meta[mark] for mark in ("reduces", "weighs") if mark in node.meta}
 
 
 def _alike(node: fx.Node, rows: int | None = None) -> torch.Tensor | None:

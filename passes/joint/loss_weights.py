@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.passes.joint.batch.alike import constant
 from mtcompile.passes.joint.batch.dims import Batch
 from mtcompile.passes.joint.batch.shapes import REDUCED, Along
 
@@ -35,7 +36,6 @@ _TRUTHS = {
     **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), aten.logical_and.default),
 }
 _UNKNOWN = "unknown"  # its ``count`` says why, its ``target`` at which operation
-_BALANCE = "balance"  # a load balance of experts, which is that of each micro-batch; ``count``: the operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Weights:
 
     def __str__(self) -> str:
         texts = {"tokens": "averaged over the tokens that count", "sum": "added up", "equal": "averaged, each weighing alike"}
-        return f"their losses {texts[self.kind]}"
+        return f"their losses {texts.get(self.kind, self.kind)}"
 
 
 class LossRefused(NotImplementedError):
@@ -64,36 +64,67 @@ class LossRefused(NotImplementedError):
         self.node = node
 
 
-def weights(loss: fx.Node, own: set[fx.Node], batch: Batch) -> tuple[Weights, frozenset[str]]:
-    """The weights of micro-batches in ``loss``, and the operations that balance the load of experts, each micro-batch's by
-    itself. ``own``: the nodes that differ between micro-batches; ``batch``: tells where they have the batch. Raises LossRefused
-    where the weights cannot be told."""
+def weights(loss: fx.Node, own: set[fx.Node], batch: Batch) -> Weights:
+    """The weights of micro-batches in ``loss``, if all its parts have the same. ``own``: the nodes that differ between
+    micro-batches; ``batch``: tells where they have the batch. Raises LossRefused where it has no such weights."""
     parts = _Reading(own, batch).of(loss)
     for part in parts:
         if part.kind == _UNKNOWN:
-            raise LossRefused(part.count, next(node for node in loss.graph.nodes if node.name == part.target), loss.name)
-    balances = frozenset(part.count for part in parts if part.kind == _BALANCE)
-    kinds = {part for part in parts if part.kind != _BALANCE}
-    if len(kinds) > 1:
-        names = {"tokens": "a mean over some", "equal": "a mean over all", "sum": "a sum"}
-        found = " and ".join(dict.fromkeys(names[kind.kind] for kind in kinds))
-        if len({kind.kind for kind in kinds}) == 1:
-            found = "means over different numbers"
-        raise LossRefused(f"adds {found}", loss, loss.name)
-    return next(iter(kinds), Weights("equal")), balances
+            raise refused(part.count, next(node for node in loss.graph.nodes if node.name == part.target), loss)
+    if len(parts) > 1:
+        raise refused("adds several means, or a mean and a sum", loss, loss)
+    return next(iter(parts))
 
 
-def count_of(value: fx.Node, own: set[fx.Node], batch: Batch) -> Any:
-    """The operation that puts the micro-batches' parts of a whole number or truth value together: they are added up, or any or
-    all of them are true. None where that is not known."""
-    if value.meta["val"].is_floating_point():
+def refused(why: str, node: fx.Node, loss: fx.Node) -> LossRefused:
+    return LossRefused(why, node, loss.name)
+
+
+def weights_of_part(node: fx.Node, own: set[fx.Node], batch: Batch) -> Weights | None:
+    """The weights of micro-batches in a reduction over rows; None for what is made of reductions. Raises LossRefused for a
+    reduction of another kind."""
+    reading = _Reading(own, batch)
+    if batch.is_unknown(node):
+        reason = next(iter(reading.of(node)))
+        raise refused(reason.count, batch.mixing(node), node)
+    if node.target in (*_AS_IT_IS, *_ADDED):
         return None
+    call = node.all_input_nodes[0] if node.target is operator.getitem else node
+    of_rows = any(isinstance(batch.place(operand), Along) for operand in call.all_input_nodes)
+    if of_rows and node.target in _TRUTHS:
+        return Weights("any" if _TRUTHS[node.target] is aten.logical_or.default else "all")
+    if of_rows and _adds_up(node, batch):
+        return Weights("sum")
+    parts = reading.of(node)
+    weights = next(iter(parts))
+    if len(parts) == 1 and weights.kind != _UNKNOWN:
+        return weights
+    if of_rows or reading.is_sized(node):
+        raise refused(weights.count if weights.kind == _UNKNOWN else "is multiplied by a number of rows", node, node)
+    return None
+
+
+def _adds_up(node: fx.Node, batch: Batch) -> bool:
+    """Says whether an operation that is reduced over rows adds up something of each: products of columns, counts per expert."""
+    if node.target is aten.histc.default:
+        return len(node.args) == 4 and node.args[2] != node.args[3]
+    if node.target in (aten.scatter_add.default, aten.index_add.default):
+        start = constant(node.all_input_nodes[0], batch.constants)
+        return start is not None and not start.any()
+    return node.target in (aten.mm.default, aten.bmm.default)
+
+
+def put_together(value: fx.Node, own: set[fx.Node], batch: Batch) -> Any:
+    """The operation that puts the micro-batches' parts of a whole number or truth value together: they are added up, or any or
+    all of them are true. Raises LossRefused where it is none of these."""
     whole = value
     while whole.target in _AS_IT_IS and whole.meta["val"].dtype == value.meta["val"].dtype:
         whole = whole.all_input_nodes[0]
-    if whole.target in _TRUTHS and isinstance(batch.place(whole.all_input_nodes[0]), Along) and batch.is_reduced(whole):
+    if whole.target in _TRUTHS and isinstance(batch.place(whole.all_input_nodes[0]), Along):
         return _TRUTHS[whole.target]
-    return aten.add.Tensor if _Reading(own, batch).of(value) == {Weights("sum")} else None
+    if _Reading(own, batch).of(value) == {Weights("sum")}:
+        return aten.add.Tensor
+    raise refused("is no number that adds up", value, value)
 
 
 def _unknown(node: fx.Node, why: str) -> set[Weights]:
@@ -143,6 +174,8 @@ class _Reading:
             return self.of(whole)
         if not isinstance(self.batch.place(whole), Along) or not all(map(self._is_of_rows, node.all_input_nodes)):
             return _unknown(node, "is reduced over something else than rows")
+        if any(isinstance(place := self.batch.place(each), Along) and place.routed for each in node.all_input_nodes):
+            return _unknown(node, "is made of rows that trade places by numbers of the batch's own")
         if reduction == SUM and (why := self._scaled_before(whole)):
             return _unknown(node, why)
         return {Weights("equal" if reduction == MEAN else "sum")}
@@ -174,8 +207,6 @@ class _Reading:
             parts = self.of(one) if node.target is aten.div.Tensor else set()
             if parts == {Weights("sum")} and other.meta["val"].numel() == 1 and self._is_count(other):
                 return {_counted(other)}
-            if node.target is aten.mul.Tensor and any(map(self._is_share, (one, other))):
-                return {Weights(_BALANCE, count=node.name)}
             return _unknown(node, "is multiplied or divided by what a micro-batch has of its own")
         return self._resized(node, self.of(one), one, other)
 
@@ -185,9 +216,16 @@ class _Reading:
             node = node.all_input_nodes[0]
         return self.of(node) == {Weights("sum")} and not self._is_trained(node)
 
-    def _is_share(self, node: fx.Node) -> bool:
-        """Says whether a value is made of whole numbers of the batch alone, such as the share of tokens of each expert."""
-        return self.batch.is_reduced(node) and self.own.isdisjoint(self.batch.sources(node)) and not self._is_trained(node)
+    def is_sized(self, node: fx.Node) -> bool:
+        """Says whether an operation computes with a number that is, or may be, a number of rows."""
+        if node.target not in _SCALED:
+            return self.batch.depends(node)
+        one, other = node.args[:2]
+        if isinstance(other, fx.Node) and one not in self.own:
+            one, other = other, one
+        number, of = self.batch.number(other), other if isinstance(other, fx.Node) else node
+        assert isinstance(one, fx.Node)
+        return number is not None and self.batch.numbers.ratio(of, number) is None and self._is_size(node, one, number)
 
     def _is_trained(self, node: fx.Node) -> bool:
         return not self.batch.trained.isdisjoint(self.batch.sources(node))
@@ -241,10 +279,15 @@ class _Reading:
         return {float(n) for val in vals for n in (val.numel(), *val.shape[:1])} | {float(self.batch.rows)}
 
     def _cross_entropy(self, node: fx.Node) -> set[Weights]:
-        if not all(isinstance(self.batch.place(operand), Along) for operand in node.all_input_nodes[:2]):
+        places = [self.batch.place(operand) for operand in node.all_input_nodes[:2]]
+        if not all(isinstance(place, Along) and not place.routed for place in places):
             return _unknown(node, "takes labels, or probabilities, that are not of each row")
         if node.args[3] == SUM:
             return {Weights("sum")}
+        if node.args[3] == MEAN and node.args[2] is not None and node.args[2] not in self.own:
+            total = next((user for user in node.users if user.target is operator.getitem and user.args[1] == 1), None)
+            if total is not None:  # the weights of the labels that count, added up
+                return {Weights("tokens", count=total.name)}
         if node.args[3] != MEAN or node.args[2] is not None:
             return _unknown(node, "is a cross-entropy with class weights")
         return {Weights("tokens", node.args[1].name, int(node.args[4]))}

@@ -60,19 +60,39 @@ def compared(micro: fx.GraphModule, whole: fx.GraphModule) -> Numbers:
     they differ in anything else than sizes and such numbers."""
     numbers = Numbers(known=True)
     _compare(micro, whole, numbers)
+    results = zip(*(graph.graph.output_node().all_input_nodes for graph in (micro, whole)), strict=False)
+    numbers.outputs.extend(_grown(one, other) for one, other in results)
     return numbers
 
 
 def _compare(micro: fx.GraphModule, whole: fx.GraphModule, numbers: Numbers) -> None:
     same: dict[fx.Node, fx.Node] = {}
+    used = _used(micro.graph)
     for one, other in zip_longest(micro.graph.nodes, whole.graph.nodes):
         if one is None or other is None or one.op != other.op or (one.op.startswith("call") and one.target != other.target):
             raise DependsOnRows("runs other operations for the whole batch", one or next(iter(micro.graph.nodes)))
         same[one] = other
         if one.op == "get_attr":
             _compare_held(micro, whole, one, other, numbers)
-        elif one.op.startswith("call"):
+        elif one.op.startswith("call") and (one in used or not isinstance(one.meta.get("example_value"), torch.Tensor)):
             _compare_call(one, other, same, numbers)
+
+
+def _used(graph: fx.Graph) -> set[fx.Node]:
+    """What results are made of, and what may change something in place. Of what is computed to ask for its value, as whether a
+    mask is empty, only the operations are compared."""
+    used, todo = set[fx.Node](), [node for node in graph.nodes if node.op == "output" or _changes(node)]
+    while todo:
+        node = todo.pop()
+        if node not in used:
+            used.add(node)
+            todo += node.all_input_nodes
+    return used
+
+
+def _changes(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op.startswith("call") and (name == "setitem" or (name.endswith("_") and not name.endswith("__")))
 
 
 def _compare_held(micro: fx.GraphModule, whole: fx.GraphModule, one: fx.Node, other: fx.Node, numbers: Numbers) -> None:
@@ -95,17 +115,26 @@ def _compare_call(one: fx.Node, other: fx.Node, same: dict[fx.Node, fx.Node], nu
             if same.get(given) is not beside:
                 raise DependsOnRows("runs other operations for the whole batch", one)
             continue
-        number = isinstance(given, (int, float)) and isinstance(beside, (int, float)) and not isinstance(given, bool)
+        filled = name in _FILLED and given is not _fill(name, one)
+        number = (
+            not filled and isinstance(given, (int, float)) and isinstance(beside, (int, float)) and not isinstance(given, bool)
+        )
         if number and name not in _VIEWS + _PICKS + _NUMBERED:
             numbers.by_place.setdefault(place, {})[float(given)] = float(beside)
         if given == beside:
             continue
-        if number and name in _ARITHMETIC + _FILLED and place not in numbers.dims:
+        if number and name in _ARITHMETIC + _FILLED:
             numbers.changing[place] = one
         if not (name in _SIZES or (number and name in _ARITHMETIC)) or (name in ("tensor", "as_tensor") and _numel(one) != 1):
             raise DependsOnRows(f"calls {name} with {given} for a micro-batch and {beside} for the whole batch", one)
         if name in _NUMBERED and _shape(one)[:1] == (1,) and not all(map(_picks_with, one.users)):
             raise DependsOnRows(f"numbers the rows ({name})", one)  # a single number is read by each row alike
+
+
+def _fill(name: str, node: fx.Node) -> object:
+    """The number that a tensor is filled with."""
+    position = {"full": 1, "new_full": 2}.get(name, 99)
+    return node.args[position] if position < len(node.args) else node.kwargs.get("fill_value")
 
 
 def _picks_with(user: fx.Node) -> bool:

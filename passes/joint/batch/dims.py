@@ -141,7 +141,9 @@ class _Following:
         if node.op != "call_function":
             return Along(0) if node in self.split else SHARED
         if (dim := self.numbers.batch_dim(node)) is not None:
-            return Along(dim) if shape_of(node)[dim] == self.rows else UNKNOWN
+            if self.numbers.depend(node, self.alike.constants):
+                return UNKNOWN
+            return Along(dim) if shape_of(node)[dim] % self.rows == 0 else UNKNOWN
         places = [self.places[operand] for operand in node.all_input_nodes]
         if self.numbers.known and self.numbers.depend(node, self.alike.constants):
             places.append(SIZED)
@@ -291,6 +293,8 @@ def _scatter(following: _Following, node: fx.Node) -> Places:
     """Along the batch's dimension, rows are picked; along another, each row has its own."""
     dim = args_of(node)[1] % max(len(shape_of(node)), 1)
     picks = any(place.dim == dim for _, place in following.along(node))
+    if picks and node.target not in _PICKS and following.numbers.known and following.places[args_of(node)[0]] == SHARED:
+        return REDUCED  # of each expert, say, from all rows
     return _routed(following, node) if picks else of_twice_as_many(following, node, written=node.target not in _PICKS)
 
 

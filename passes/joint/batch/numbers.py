@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,11 +31,13 @@ class DependsOnRows(NotImplementedError):
 class Numbers:
     """The numbers that a forward of one micro-batch computes with, and those that one of the whole batch has in their place:
     number -> number, by the text of the place in the user's code. ``dims``: the dimension that has the batch in what is filled
-    or drawn at a place. ``changing``: the places, and operations, with a number that differs. ``known``: whether a forward of the whole batch was seen."""
+    or drawn at a place. ``changing``: the places, and operations, with a number that differs; ``outputs``: the dimensions
+    in which outputs are longer. ``known``: whether a forward of the whole batch was seen."""
 
     by_place: dict[str, dict[float, float]] = field(default_factory=dict)
     dims: dict[str, int] = field(default_factory=dict)
     changing: dict[str, fx.Node] = field(default_factory=dict)
+    outputs: list[int | None] = field(default_factory=list)
     known: bool = False
 
     def check_seen(self, joint: fx.GraphModule) -> None:
@@ -48,7 +51,9 @@ class Numbers:
     def ratio(self, node: fx.Node, number: float) -> float | None:
         """How many times as large a number of ``node`` is for the whole batch; None where that is not known."""
         whole = self.by_place.get(_place(node), {}).get(float(number))
-        return None if whole is None or not number else whole / number
+        if whole is None or whole == number:
+            return None if whole is None else 1.0
+        return whole / number if number else math.inf
 
     def depend(self, node: fx.Node, constants: Mapping[str, torch.Tensor]) -> bool:
         """Says whether an operation computes with, or makes a value of, a number that depends on how many rows there are."""
