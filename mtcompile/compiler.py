@@ -20,7 +20,7 @@ from torch import fx
 from mtcompile import cache, knobs, progress, torch_private
 from mtcompile.capture.description import Description
 from mtcompile.capture.joint import Tangents, joint_graph, joint_key
-from mtcompile.capture.refusals import not_in_micro_batches
+from mtcompile.capture.refusals import in_micro_batches
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.execution.calibration import known_machine, warn_not_pinned
 from mtcompile.execution.compiled import CompiledStep, compiled_step
@@ -39,8 +39,9 @@ from mtcompile.passes.cuts.form import Form, cut_joint, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
 from mtcompile.passes.cuts.quick import QuickCandidates
-from mtcompile.passes.joint.accumulate import Micro, joining_of, repeat
+from mtcompile.passes.joint.accumulate import repeat
 from mtcompile.passes.joint.batch.compared import compared
+from mtcompile.passes.joint.batch.joining import Micro, joining_of
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.joint.exceptions import contract
 from mtcompile.passes.joint.normalize import normalize
@@ -64,8 +65,8 @@ _PARTS = 8  # budgets to try between the smallest that works and all, where seve
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A step as it was captured: its graph, which outputs receive gradients, and its micro-batches if there are several.
-    ``whole``: the same of the whole batch, to compare with."""
+    """A captured step: its graph, which outputs receive gradients, its micro-batches if there are several, and ``whole``, the
+    graph of the whole batch to compare with."""
 
     description: Description
     tangents: Tangents
@@ -164,11 +165,9 @@ def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
         except NotImplementedError as error:
             raise CaptureError(f"the model uses {error}; expected ATen operations only") from None
         cache.write_joint(key, joint)
-    if captured.micro is not None and captured.whole is not None:
-        try:
+    if captured.micro and captured.whole:
+        with in_micro_batches(captured.micro):
             joint.meta["numbers"] = compared(description.graph, captured.whole.graph)
-        except NotImplementedError as error:
-            raise not_in_micro_batches(captured.micro.count, error) from None
     return joint
 
 
@@ -176,18 +175,13 @@ def rewrite_joint(
     joint: fx.GraphModule, precision: Precision, fuses: bool, form: Form, micro: Micro | None, shared: Shared
 ) -> JointStep:
     """Returns ``joint`` cut as ``form`` says, and repeated for all micro-batches. Raises CaptureError."""
-    try:
-        joining = joining_of(joint, micro) if micro is not None else None  # it marks what cutting keeps
+    with in_micro_batches(micro):
+        joining = micro and joining_of(joint, micro)  # it marks what cutting keeps
         rewritten, form, changed = cut_joint(joint, form, shared.rewritten)
         numerics = [precision.contract(), *contract(joint, fuses, changed)]
-        if micro is not None and joining is not None:
+        if micro and joining:
             rewritten = repeat(rewritten, micro, joining)
-            summed = " in fp32" if micro.wide else ""
-            numerics.append(
-                f"{micro.count} micro-batches, their gradients added up{summed} in their order, {joining.numerics()}"
-            )
-    except NotImplementedError as error:
-        raise (not_in_micro_batches(micro.count, error) if micro is not None else error) from None
+            numerics.append(joining.numerics(micro))
     return JointStep(rewritten, "; ".join(numerics), form, shared)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NoReturn
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx, nn
 
 from mtcompile import knobs, torch_private
 from mtcompile.errors import CaptureError, MtcompileError
+from mtcompile.passes.joint.batch.joining import Micro
 
 _DATA = (
     "expected shapes and Python values that do not depend on what tensors hold; try torch.where or a tensor operation at "
@@ -73,14 +75,19 @@ def place_of(nodes: Iterable[fx.Node]) -> str:
     return next((place for place in places if place), "")
 
 
-def not_in_micro_batches(count: int, error: NotImplementedError) -> CaptureError:
-    """Returns the error that says why a model cannot run in ``count`` micro-batches, from one that says what it does, what to
-    do, and perhaps at which operation."""
-    what, *ways = (argument for argument in error.args if isinstance(argument, str))
-    nodes = [node for node in (getattr(error, "node", None), *error.args) if isinstance(node, fx.Node)]
-    return CaptureError(
-        f"accumulate={count}: the model has {what}; {', or '.join((*ways, 'pass accumulate=1'))}{place_of(nodes)}"
-    )
+@contextlib.contextmanager
+def in_micro_batches(micro: Micro | None) -> Iterator[None]:
+    """Turns a NotImplementedError, which says what a model does, what to do, and perhaps where, into the CaptureError that
+    says why the model cannot run in micro-batches. None: there are none."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if micro is None:
+            raise
+        what, *ways = (argument for argument in error.args if isinstance(argument, str))
+        place = place_of(node for node in (getattr(error, "node", None), *error.args) if isinstance(node, fx.Node))
+        way = ", or ".join((*ways, "pass accumulate=1"))
+        raise CaptureError(f"accumulate={micro.count}: the model has {what}; {way}{place}") from None
 
 
 def not_captured(error: BaseException) -> CaptureError:

@@ -17,7 +17,7 @@ from mtcompile.execution.compiled import CompiledStep, Frame
 from mtcompile.execution.memory.shortage import with_retry
 from mtcompile.execution.second_order import differentiable_gradients
 from mtcompile.execution.session import CompiledSteps, Session
-from mtcompile.passes.joint.accumulate import Micro
+from mtcompile.passes.joint.batch.joining import Micro
 
 
 class DifferentMicroBatches(StepError):

@@ -35,7 +35,7 @@ from mtcompile.passes.cuts.compare import SMALL
 from mtcompile.passes.cuts.form import AUTO, WHOLE, Allowed, Form, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, homes_between
 from mtcompile.passes.cuts.quick import QuickCandidates
-from mtcompile.passes.joint.accumulate import Micro
+from mtcompile.passes.joint.batch.joining import Micro
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.joint.loss_head import logits_nbytes
 from mtcompile.passes.planning.candidates import Candidates

@@ -14,141 +14,22 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from mtcompile.passes.joint.batch.dims import Batch
-from mtcompile.passes.joint.batch.numbers import Numbers
-from mtcompile.passes.joint.batch.once import mark_once
-from mtcompile.passes.joint.batch.shapes import REDUCED, SIZED
+from mtcompile.passes.joint.batch.joining import Joining, Micro, depending, rows_of, split_inputs
 from mtcompile.passes.joint.loss_head import Add, adder, total
-from mtcompile.passes.joint.loss_weights import LossRefused, Weights, put_together, weights
+from mtcompile.passes.joint.loss_weights import Weights
 from mtcompile.passes.joint.regions import assign, cut_by, in_order
 from mtcompile.passes.lazy_graph import LazyGraphModule
-from mtcompile.passes.step_graph import InputSpec, OutputSpec, describe, inputs_of, outputs_of, restride
-from mtcompile.runtime.schedule import listed
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, inputs_of, outputs_of, restride
 
 aten = torch.ops.aten
 Region = tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Micro:
-    """``count`` micro-batches. ``split``: the inputs, by index, of which each has its own; ``inputs``: how many a program of
-    one takes. ``wide``: gradients of half-precision parameters are summed, and leave, in fp32. ``alike``: several ranks
-    cut each micro-batch alike."""
-
-    count: int
-    split: tuple[int, ...]
-    inputs: int
-    wide: bool = False
-    alike: bool = False
-
-    def index(self, index: int, micro: int) -> int:
-        """The index at which the program of all takes what a program of one takes at ``index``."""
-        if micro == 0 or index not in self.split:
-            return index
-        return self.inputs + (micro - 1) * len(self.split) + self.split.index(index)
-
-    def specs(self, inputs: tuple[InputSpec, ...]) -> tuple[InputSpec, ...]:
-        """The inputs of the program of all."""
-        more = (self.spec(inputs[index], micro) for micro in range(1, self.count) for index in self.split)
-        return (*inputs, *more)
-
-    def spec(self, spec: InputSpec, micro: int) -> InputSpec:
-        name = spec.name if micro == 0 else f"{spec.name} of micro-batch {micro + 1}"
-        return replace(spec, index=self.index(spec.index, micro), name=name)
-
-
-@dataclass(frozen=True, slots=True)
-class Joining:
-    """How what micro-batches return is put together, by output index: the ``weights`` of each loss; the ``dims`` along which
-    others have the batch; the operations that put the ``counts`` together. ``parts``: instead of weights and counts, those of
-    the reductions that losses and counts are made of once for all, by name. ``norms``: the modules that normalize rows by what
-    these have in common, as batch norm does in training."""
-
-    weights: Mapping[int, Weights]
-    dims: Mapping[int, int]
-    counts: Mapping[int, Any]
-    parts: Mapping[str, Weights] = field(default_factory=dict)
-    norms: str = ""
-
-    def numerics(self) -> str:
-        """Says how losses are put together, and what is not as for the whole batch."""
-        shares = ", ".join(dict.fromkeys(map(str, self.weights.values())))
-        if self.parts:
-            shares = "each mean or sum in their losses put together, and what is made of these computed once"
-        return shares + (f", the batch statistics of each by itself ({self.norms})" if self.norms else "")
-
-
-def joining_of(joint: fx.GraphModule, micro: Micro) -> Joining:
-    """Reads from the captured graph, before anything is rewritten, how outputs are put together. ``meta["numbers"]``: those
-    that depend on how many rows there are, if they are known. Raises NotImplementedError for a loss whose parts cannot be put
-    together, and for an output that depends on the batch in another way. Marks what is computed once (see ``once``)."""
-    numbers: Numbers = joint.meta.get("numbers") or Numbers()
-    numbers.check_seen(joint)
-    sized = [node for node in joint.graph.nodes if node.op == "call_function" and numbers.batch_dim(node) is not None]
-    rows, split = _rows(joint, micro), _split(joint, micro)
-    grads = {spec.index for spec, _ in outputs_of(joint) if spec.kind == "grad"}
-    trained = [node for spec, node in inputs_of(joint) if spec.role != "tangent" and spec.index in grads]
-    batch = Batch(split, rows, micro.count, joint.meta["constants"], numbers, trained)
-    own = _depending(joint, [*split, *sized])
-    losses, dims, counts, reduced = dict[int, Weights](), {}, dict[int, Any](), dict[int, fx.Node]()
-    for spec, value in outputs_of(joint):
-        if spec.kind != "output":
-            continue
-        if batch.place(value) == SIZED:
-            raise LossRefused("depends on the number of rows", value, spec.name)
-        if value not in own:
-            if _is_loss(value, rows):
-                losses[spec.index] = Weights("equal")
-        elif (dim := batch.dim(value)) is not None and not _is_loss(value, rows):
-            dims[spec.index] = dim
-            if numbers.known and spec.index < len(numbers.outputs) and numbers.outputs[spec.index] != dim:
-                raise NotImplementedError(_no_batch(spec, value), "do not return or assign it", value)
-        elif batch.is_reduced(value) or _is_loss(value, rows):
-            reduced[spec.index] = value
-        else:
-            raise NotImplementedError(_no_batch(spec, value), "do not return or assign it", batch.mixing(value))
-    try:
-        for index, value in reduced.items():
-            if value.meta["val"].is_floating_point():
-                losses[index] = weights(value, own, batch)
-            else:
-                counts[index] = put_together(value, own, batch)
-        parts = dict[str, Weights]()
-    except LossRefused as error:
-        for value in reduced.values():
-            if batch.is_unknown(value):
-                raise error
-        losses, counts, parts = {}, {}, mark_once(joint, reduced, own, batch)
-    return Joining(losses, dims, counts, parts, listed(list(dict.fromkeys(_norms(joint, batch))), most=3))
-
-
-def _norms(joint: fx.GraphModule, batch: Batch) -> Iterator[str]:
-    for node in joint.graph.nodes:
-        if "batch_norm" in str(node.target) and node.meta.get("phase") == "forward":
-            if isinstance(places := batch.place(node), tuple) and places[1] == REDUCED and node.meta["val"][1].numel():
-                yield str(node.meta.get("module_path") or node.name)
-
-
-def _no_batch(spec: OutputSpec, value: fx.Node) -> str:
-    what = f"{spec.name}, {describe(value.meta['val'])} for a micro-batch"
-    return f"an output or attribute ({what}) with no dimension known to have a part of each row"
-
-
-def _is_loss(value: fx.Node, rows: int) -> bool:
-    """Says whether an output is a loss. Where micro-batches have one row, a result of shape [1] is that row's and no loss."""
-    val = value.meta["val"]
-    return val.is_floating_point() and val.numel() == 1 and (val.dim() == 0 or rows > 1)
-
-
-def _split(joint: fx.GraphModule, micro: Micro) -> list[fx.Node]:
-    return [node for spec, node in inputs_of(joint) if spec.role == "input" and spec.index in micro.split]
 
 
 def _bring_forward(value: fx.Node, region: dict[fx.Node, Region]) -> None:
@@ -161,24 +42,6 @@ def _bring_forward(value: fx.Node, region: dict[fx.Node, Region]) -> None:
         if len(source.users) == 1:
             _bring_forward(source, region)
     region[value] = min(region[value], max(region[source] for source in sources))
-
-
-def _rows(joint: fx.GraphModule, micro: Micro) -> int:
-    """The rows of a micro-batch; 0 where the model reads nothing that is cut."""
-    return next((int(node.meta["val"].shape[0]) for node in _split(joint, micro)), 0)
-
-
-def _own(joint: fx.GraphModule, micro: Micro) -> set[fx.Node]:
-    """The nodes that differ between micro-batches: the split inputs and all that depends on them."""
-    return _depending(joint, _split(joint, micro))
-
-
-def _depending(joint: fx.GraphModule, inputs: list[fx.Node]) -> set[fx.Node]:
-    depending = set(inputs)
-    for node in joint.graph.nodes:
-        if not depending.isdisjoint(node.all_input_nodes):
-            depending.add(node)
-    return depending
 
 
 def repeat(joint: fx.GraphModule, micro: Micro, joining: Joining) -> fx.GraphModule:
@@ -210,7 +73,7 @@ class _Repeat:
         self.weighed: dict[
             tuple[fx.Node, str, int], fx.Node
         ] = {}  # what is computed once, as a micro-batch's backward reads it
-        self.rows, self.own = _rows(joint, micro), _own(joint, micro)
+        self.rows, self.own = rows_of(joint, micro), depending(joint, split_inputs(joint, micro))
         self.results = outputs_of(joint)
         self.following = {}  # a buffer's placeholder -> the node that is its next version
         by_index = {spec.index: node for spec, node in inputs_of(joint) if spec.role not in ("tangent", "constant")}
@@ -400,7 +263,7 @@ class _Repeat:
         if any(index == spec.index for _, index in self.tangents.values()):
             raise NotImplementedError(f"the gradient of an output ({spec.name}) without the batch in front")
         inputs = [node for _, node in inputs_of(self.joint)]
-        if self.rows in value.meta["val"].shape[:1] and value not in _depending(self.joint, inputs):
+        if self.rows in value.meta["val"].shape[:1] and value not in depending(self.joint, inputs):
             rows = f"an output ({spec.name}) of {self.rows} rows"
             raise NotImplementedError(f"{rows} that depends on no input, so perhaps not on the batch")
 

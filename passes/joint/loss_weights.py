@@ -204,17 +204,10 @@ class _Reading:
             one, other = other, one
         assert isinstance(one, fx.Node)
         if isinstance(other, fx.Node) and other in self.own:
-            parts = self.of(one) if node.target is aten.div.Tensor else set()
-            if parts == {Weights("sum")} and other.meta["val"].numel() == 1 and self._is_count(other):
-                return {_counted(other)}
             return _unknown(node, "is multiplied or divided by what a micro-batch has of its own")
+        if isinstance(other, fx.Node) and not self.batch.trained.isdisjoint(self.batch.sources(other)):
+            return _unknown(node, "is multiplied or divided by what is trained")  # a gradient may be that of no token
         return self._resized(node, self.of(one), one, other)
-
-    def _is_count(self, node: fx.Node) -> bool:
-        """Says whether a divisor is a sum over rows that no gradient arrives at: such quotients can be put together."""
-        while node.target in _AS_IT_IS:
-            node = node.all_input_nodes[0]
-        return self.of(node) == {Weights("sum")} and not self._is_trained(node)
 
     def is_sized(self, node: fx.Node) -> bool:
         """Says whether an operation computes with a number that is, or may be, a number of rows."""
@@ -226,9 +219,6 @@ class _Reading:
         number, of = self.batch.number(other), other if isinstance(other, fx.Node) else node
         assert isinstance(one, fx.Node)
         return number is not None and self.batch.numbers.ratio(of, number) is None and self._is_size(node, one, number)
-
-    def _is_trained(self, node: fx.Node) -> bool:
-        return not self.batch.trained.isdisjoint(self.batch.sources(node))
 
     def _resized(self, node: fx.Node, parts: set[Weights], one: fx.Node, other: Any) -> set[Weights]:
         """The weights of a product or quotient of what has ``parts``, and a number."""
@@ -291,24 +281,6 @@ class _Reading:
         if node.args[3] != MEAN or node.args[2] is not None:
             return _unknown(node, "is a cross-entropy with class weights")
         return {Weights("tokens", node.args[1].name, int(node.args[4]))}
-
-
-def _counted(node: fx.Node) -> Weights:
-    """Weights by the number that ``node`` makes. Where it counts the labels that are not ignored, they are the weights that a
-    cross-entropy has."""
-    counted = node
-    while counted.target in (aten._to_copy.default, aten.view.default):
-        counted = counted.all_input_nodes[0]
-    if counted.target in _SUMS:
-        compared = counted.all_input_nodes[0]
-        while compared.target is aten._to_copy.default:
-            compared = compared.all_input_nodes[0]
-        if compared.target is aten.ne.Scalar:
-            return Weights("tokens", compared.args[0].name, int(compared.args[1]))
-        if compared.target is aten.bitwise_not.default and compared.args[0].target is aten.eq.Scalar:
-            equal = compared.args[0]
-            return Weights("tokens", equal.args[0].name, int(equal.args[1]))
-    return Weights("tokens", count=node.name)
 
 
 def _reduction(node: fx.Node) -> int | None:

@@ -127,7 +127,7 @@ def _compare_call(one: fx.Node, other: fx.Node, same: dict[fx.Node, fx.Node], nu
             numbers.changing[place] = one
         if not (name in _SIZES or (number and name in _ARITHMETIC)) or (name in ("tensor", "as_tensor") and _numel(one) != 1):
             raise DependsOnRows(f"calls {name} with {given} for a micro-batch and {beside} for the whole batch", one)
-        if name in _NUMBERED and _shape(one)[:1] == (1,) and not all(map(_picks_with, one.users)):
+        if name in _NUMBERED and _shape(one)[:1] == (1,) and not _only_picks(one):
             raise DependsOnRows(f"numbers the rows ({name})", one)  # a single number is read by each row alike
 
 
@@ -137,9 +137,16 @@ def _fill(name: str, node: fx.Node) -> object:
     return node.args[position] if position < len(node.args) else node.kwargs.get("fill_value")
 
 
-def _picks_with(user: fx.Node) -> bool:
-    """Says whether numbers of rows are only used to pick what is of the same row."""
-    return str(getattr(user.target, "__name__", user.target)) == "getitem"
+def _only_picks(node: fx.Node) -> bool:
+    """Says whether numbers of rows are only used to pick, or to put, what is of the same row."""
+    for user in node.users:
+        name = str(user.target if isinstance(user.target, str) else getattr(user.target, "__name__", ""))
+        if user.args and user.args[0] is node:
+            if name not in (*_VIEWS, "getitem", "unsqueeze", "squeeze", "to", "long") or not _only_picks(user):
+                return False
+        elif name not in ("getitem", "setitem", "index_put", "index_put_"):
+            return False
+    return True
 
 
 def _pairs(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:

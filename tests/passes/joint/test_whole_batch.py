@@ -1,0 +1,146 @@
+"""accumulate=k: a loss and its gradients are those of the whole batch, or the model is refused, and the error says where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import mtcompile
+from mtcompile.errors import CaptureError
+
+pytestmark = pytest.mark.slow  # it compiles several models
+
+CLASSES, WIDTH = 6, 12
+Loss = Callable[["Classifier", Tensor, Tensor, Tensor], Tensor]
+
+
+class Classifier(nn.Module):
+    """``loss`` is made of the model, hidden values, inputs and labels."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.first, self.head, self.loss = nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES), loss
+        self.norm, self.scale = nn.BatchNorm1d(16), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self, self.first(x).tanh(), x, labels)
+
+
+def entropies(m: Classifier, h: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(m.head(h), labels, reduction="none")
+
+
+def ignoring(m: Classifier, h: Tensor, labels: Tensor, below: int = 2) -> Tensor:
+    return F.cross_entropy(m.head(h), torch.where(labels < below, -100, labels))
+
+
+def balance(m: Classifier, h: Tensor) -> Tensor:
+    shares = m.head(h).softmax(-1)
+    return CLASSES * (F.one_hot(shares.argmax(-1), CLASSES).float().mean(0) * shares.mean(0)).sum()
+
+
+AS_THE_WHOLE: dict[str, Loss] = {
+    "different means": lambda m, h, x, y: ignoring(m, h, y) + h.square().mean(),
+    "different labels": lambda m, h, x, y: ignoring(m, h, y) + 0.3 * ignoring(m, h, y, 4),
+    "masked means": lambda m, h, x, y: (
+        (entropies(m, h, y) * (y > 1)).sum() / (y > 1).sum() + (entropies(m, h, y) * (y < 3)).sum() / (y < 3).sum()
+    ),
+    "at least some": lambda m, h, x, y: (entropies(m, h, y) * (y > 3)).sum() / (y > 3).sum().clamp(min=5),
+    "a sum and a mean": lambda m, h, x, y: entropies(m, h, y).sum() + h.mean(),
+    "a sum and weights": lambda m, h, x, y: entropies(m, h, y).sum() + m.first.weight.square().sum(),
+    "load balance": lambda m, h, x, y: ignoring(m, h, y) + 0.5 * balance(m, h),
+    "learned scale": lambda m, h, x, y: torch.exp(-m.scale) * ignoring(m, h, y) + m.scale + h.square().mean(),
+    "root": lambda m, h, x, y: (h.sum(1) - y).square().mean().sqrt(),
+    "overlap": lambda m, h, x, y: 1 - 2 * (h.sigmoid() * (x[:, :1] > 0)).sum() / (h.sigmoid().sum() + (x[:, :1] > 0).sum()),
+    "products of columns": lambda m, h, x, y: (h.t() @ h).square().mean(),
+    "less": lambda m, h, x, y: 1 - h.cos().mean(),
+    "class weights": lambda m, h, x, y: F.cross_entropy(m.head(h), y, weight=torch.arange(1.0, CLASSES + 1)),
+    "by rows": lambda m, h, x, y: entropies(m, h, y).sum() / len(y),
+    "by a tensor": lambda m, h, x, y: entropies(m, h, y).sum() / torch.tensor(len(y)),
+    "times rows": lambda m, h, x, y: h.square().mean() * len(y),
+    "by ones": lambda m, h, x, y: entropies(m, h, y).sum() / torch.ones(len(y)).sum(),
+    "labels of rows": lambda m, h, x, y: -m.head(h).log_softmax(-1)[torch.arange(len(y)), y].mean(),
+    "zeros": lambda m, h, x, y: torch.cat([h, x.new_zeros(len(x), 2)], 1).square().mean(),
+}
+
+
+def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
+    seeded = torch.Generator().manual_seed(5)
+    return torch.randn(rows, WIDTH, generator=seeded), torch.randint(CLASSES, (rows,), generator=seeded)
+
+
+def trained(model: Any, optimizer: torch.optim.Optimizer, data: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """A loss, every gradient and every weight after one step."""
+    loss = model(*data)
+    loss.backward()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    return [loss.detach(), *grads, *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", AS_THE_WHOLE)
+def test_losses_and_gradients_are_those_of_the_whole_batch(name: str, count: int) -> None:
+    torch.manual_seed(0)
+    plain = Classifier(AS_THE_WHOLE[name])
+    model = deepcopy(plain)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    mtcompile.compile(model, memory="1MiB", device="cpu", accumulate=count, optimizer=optimizers[1])
+    expected, found = (trained(*each, batch()) for each in zip((plain, model), optimizers, strict=True))
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=2e-5, atol=1e-6)
+
+
+REFUSED: dict[str, Loss] = {
+    "pairs of rows": lambda m, h, x, y: F.cross_entropy(h @ h.t(), torch.arange(len(y))),
+    "same labels": lambda m, h, x, y: ((h @ h.t()).log_softmax(-1) * (y[:, None] == y).float()).sum(1).mean(),
+    "less the mean": lambda m, h, x, y: ignoring(m, h - h.mean(0), y),
+    "less the first": lambda m, h, x, y: ignoring(m, h - h[:1], y),
+    "other rows": lambda m, h, x, y: ignoring(m, 0.7 * h + 0.3 * h.flip(0), y),
+    "sorted rows": lambda m, h, x, y: ignoring(m, h[y.argsort()], y),
+    "halves": lambda m, h, x, y: F.mse_loss(*h.chunk(2, 0)),
+    "first rows": lambda m, h, x, y: ignoring(m, h[: len(y) // 2], y[: len(y) // 2]),
+    "numbers of rows": lambda m, h, x, y: ignoring(m, h + torch.arange(len(y))[:, None], y),
+    "by rows before": lambda m, h, x, y: ignoring(m, h / len(y), y),
+    "filled with rows": lambda m, h, x, y: (h * torch.full(h.shape, 1 / len(y))).sum(),
+    "by the sum of all": lambda m, h, x, y: (entropies(m, h, y) * (y / y.sum())).sum(),
+    "deviation": lambda m, h, x, y: ignoring(m, h, y) + (1 - h.std(0)).relu().mean(),
+    "largest": lambda m, h, x, y: entropies(m, h, y).max(),
+}
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_depends_on_other_rows_is_refused_with_its_line(name: str, count: int) -> None:
+    model = mtcompile.compile(Classifier(REFUSED[name]), memory="1MiB", device="cpu", accumulate=count)
+    with pytest.raises(CaptureError, match=r"at .*test_whole_batch\.py:"):
+        model(*batch())
+
+
+def test_numerics_name_the_batch_norms_of_each_micro_batch() -> None:
+    model = mtcompile.compile(
+        Classifier(lambda m, h, x, y: ignoring(m, m.norm(h), y)), memory="1MiB", device="cpu", accumulate=2
+    )
+    model(*batch()).backward()
+    assert "the batch statistics of each by itself (norm)" in model.plan.numerics
+
+
+def test_a_chunked_head_beside_another_mean_is_that_of_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    plain = Classifier(AS_THE_WHOLE["different means"])
+    model = deepcopy(plain)
+    mtcompile.compile(model, memory="1MiB", device="cpu", accumulate=2, loss_chunks=2)
+    losses = [each(*batch()) for each in (plain, model)]
+    torch.testing.assert_close(losses[1], losses[0])
+    for loss in losses:
+        loss.backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        if one.grad is not None:
+            torch.testing.assert_close(other.grad, one.grad, rtol=2e-5, atol=1e-6)
+    assert "in 2 chunks" in model.plan.numerics
