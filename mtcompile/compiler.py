@@ -19,7 +19,7 @@ from torch import fx
 
 from mtcompile import cache, knobs, progress, torch_private
 from mtcompile.capture.description import Description
-from mtcompile.capture.joint import Tangents, joint_graph, joint_key
+from mtcompile.capture.joint import Tangents, joint_graph, joint_key, note_numbers
 from mtcompile.capture.refusals import in_micro_batches
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.execution.calibration import known_machine, warn_not_pinned
@@ -40,7 +40,6 @@ from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragme
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.accumulate import repeat
-from mtcompile.passes.joint.batch.compared import compared
 from mtcompile.passes.joint.batch.joining import Micro, joining_of
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.joint.exceptions import contract
@@ -65,8 +64,7 @@ _PARTS = 8  # budgets to try between the smallest that works and all, where seve
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A captured step: its graph, which outputs receive gradients, its micro-batches if there are several, and ``whole``, the
-    graph of the whole batch to compare with."""
+    """A captured step: its graph, which outputs receive gradients, its micro-batches, and the graph of the ``whole`` batch."""
 
     description: Description
     tangents: Tangents
@@ -165,9 +163,7 @@ def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
         except NotImplementedError as error:
             raise CaptureError(f"the model uses {error}; expected ATen operations only") from None
         cache.write_joint(key, joint)
-    if captured.micro and captured.whole:
-        with in_micro_batches(captured.micro):
-            joint.meta["numbers"] = compared(description.graph, captured.whole.graph)
+    note_numbers(joint, captured.micro, description, captured.whole)
     return joint
 
 

@@ -14,13 +14,15 @@ from mtcompile import torch_private
 from mtcompile.capture.description import Description, autocast_state
 from mtcompile.capture.effects import drop_tokens
 from mtcompile.capture.outputs import changes_operand, fake_of, storage_of
-from mtcompile.capture.refusals import not_compiled, place_of, refuse
+from mtcompile.capture.refusals import in_micro_batches, not_compiled, place_of, refuse
 from mtcompile.capture.stamping.repeats import shortened
 from mtcompile.capture.stamping.segments import Unlike
 from mtcompile.capture.stamping.stamp import named, stamped
 from mtcompile.errors import CaptureError, shows_part
 from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.generators import rng_preserved
+from mtcompile.passes.joint.batch.compared import compared
+from mtcompile.passes.joint.batch.joining import Micro
 from mtcompile.passes.joint.strides import Observe
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
 from mtcompile.runtime.devices.arena import fills_storage, overlaps
@@ -73,6 +75,14 @@ def _traced_whole(description: Description, tangents: Tangents, observe: Observe
     drop_tokens(joint)
     _check_storages(joint, fakes, description)
     return _annotate(joint, description)
+
+
+def note_numbers(joint: fx.GraphModule, micro: Micro | None, one: Description, whole: Description | None) -> None:
+    """Notes in ``joint``, of one micro-batch, which of its numbers depend on how many rows there are: those that differ in the
+    graph of the whole batch. Raises CaptureError where the forward differs in another way."""
+    if micro is not None and whole is not None:
+        with in_micro_batches(micro):
+            joint.meta["numbers"] = compared(one.graph, whole.graph)
 
 
 def joint_key(description: Description, tangents: Tangents) -> str | None:

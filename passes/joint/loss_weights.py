@@ -216,6 +216,8 @@ class _Reading:
         one, other = node.args[:2]
         if isinstance(other, fx.Node) and one not in self.own:
             one, other = other, one
+        if isinstance(other, fx.Node) and other in self.own:
+            return self.batch.depends(node)
         number, of = self.batch.number(other), other if isinstance(other, fx.Node) else node
         assert isinstance(one, fx.Node)
         return number is not None and self.batch.numbers.ratio(of, number) is None and self._is_size(node, one, number)
