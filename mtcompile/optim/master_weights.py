@@ -37,6 +37,7 @@ from mtcompile.optim.written_update import (
     written_update,
 )
 from mtcompile.references import weakly
+from mtcompile.runtime.disk.own_files import beside
 from mtcompile.runtime.optim import device_kernels, host_kernels
 from mtcompile.runtime.optim.operands import Operands, joined, split
 
@@ -115,6 +116,7 @@ class Masters:
             self._frozen[id(parameter)] = name, parameter, True
             return
         high, remainder = split(parameter.detach().float())
+        high, remainder = beside(parameter.data, high), beside(parameter.data, remainder)
         parameter.grad = None
         parameter.data = high
         if not parameter.requires_grad:
@@ -394,5 +396,5 @@ def cast(model: nn.Module, precision: Precision) -> Masters | None:
     if precision.weights is not None:
         for parameter in model.parameters():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(precision.weights)
+                parameter.data = beside(parameter.data, parameter.data.to(precision.weights))
     return None
