@@ -22,6 +22,7 @@ from mtcompile.execution.memory.disk_room import check_frozen, limits, movable, 
 from mtcompile.execution.memory.host_room import check_plan, checked_before_first_step
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
+from mtcompile.machine.own_files import in_memory, own_files_nbytes
 from mtcompile.optim.backward.update import UpdatesInBackward
 from mtcompile.optim.disk_state import PIECE, DiskState, OnDisk
 from mtcompile.optim.master_weights import Masters, cast
@@ -35,8 +36,6 @@ from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProbl
 from mtcompile.references import weakly
 from mtcompile.runtime.devices.arena import overlaps, span_nbytes
 from mtcompile.runtime.devices.protocol import Device
-from mtcompile.runtime.disk.own_files import in_memory, own_files_nbytes
-from mtcompile.runtime.disk.store import staging_nbytes
 from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import shares_storage
 
@@ -141,12 +140,10 @@ class ModelDoor(Door):
     def _with_disk(self, budgets: Budgets, step: fx.GraphModule, fixed: Mapping[str, str]) -> Budgets:
         """Adds the limits of the disk. Raises CaptureError for a parameter that went there frozen, and is to train now."""
         assert self.options.disk is not None
-        if self.updates is None and _trains(step):
-            check_frozen(step, fixed)
+        check_frozen(step, fixed, self.updates is None and _trains(step))
         return replace(
             budgets,
-            **limits(self.options.disk, self.device, self.parameters, self.frames, self._loaded_nbytes()),
-            disk_staging=staging_nbytes(self.parameters_nbytes()),
+            **limits(self.options.disk, self.parameters, self.frames, self.parameters_nbytes(), self._loaded_nbytes()),
             disk_updates=self.updates is not None and is_elementwise(self.optimizer),
             update_piece=2 * PIECE if self.options.precision.split else 0,
             disk_takes=movable(step, fixed, self._parameters(), self.parameters, self.frames, self.fragments_begin()),
@@ -244,8 +241,7 @@ class ModelDoor(Door):
         blocks = fragments.parameter_homes(step)
         tiers = {block: planned.plan.params(block) for block in blocks.values()}
         if not self.parameters.slabs:
-            held = self.state_nbytes() | {"pinned ahead": self.pinned_ahead_nbytes()}
-            held["weights"] -= self._loaded_nbytes()
+            held = self.state_nbytes() | {"pinned ahead": self.pinned_ahead_nbytes(), "on disk": -self._loaded_nbytes()}
             check_plan(planned.schedule, held, self.device.where.type == "cpu")
         if planned.plan.peak_bytes.get("disk", 0):
             self._open_disk(step, planned)

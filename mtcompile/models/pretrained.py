@@ -19,18 +19,18 @@ from mtcompile.api import compile
 from mtcompile.capture.refusals import first_line
 from mtcompile.checkpoint.shards import StoredTensor, stored_tensors
 from mtcompile.errors import BudgetError, CheckpointError
+from mtcompile.machine.own_files import in_own_file, is_in_own_file
 from mtcompile.machine.system_files import memory_rooms, smallest_room
 from mtcompile.models.loading import configuration
 from mtcompile.optim.precision import Precision, precision_named
 from mtcompile.options import DiskBudget, parse_bytes, parse_disk
 from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.runtime.disk.file import free_nbytes
-from mtcompile.runtime.disk.own_files import in_own_file, is_in_own_file
 from mtcompile.runtime.disk.requests import whole_blocks
 from mtcompile.runtime.schedule import gib
 
 _MOST_NAMES = 3  # that an error lists
-_SMALL = 1 << 16  # bytes of tensors that stay in memory beside weights on disk
+_SMALL = 1 << 14  # bytes of tensors that stay in memory beside weights on disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ def from_pretrained(
 ) -> Any:
     """Loads weights from a local folder of safetensors files, tensor by tensor, and compiles the model.
 
-    Loading needs room for the weights plus one tensor: files are read by place, never whole. Before anything is read, the sizes
-    in the files' headers are compared with the host memory that there is. If the weights do not fit, they go to ``disk=``, where
-    they take room beside the plan's own until the first step has moved them. No code of the folder is run, nothing is unpickled,
-    and nothing is downloaded.
+    Loading needs room for the weights plus one tensor: files are read by place, never whole. Before anything is read, the
+    sizes in the files' headers are compared with the host memory that there is. If the weights do not fit, they go to
+    ``disk=``, where they take room beside the plan's own until the first step has moved them. No code of the folder is run,
+    nothing is unpickled, and nothing is downloaded.
 
     folder   a folder that ``save_pretrained`` wrote or that was fetched from the Hugging Face hub; or any folder, file or index
              of safetensors, together with ``model``

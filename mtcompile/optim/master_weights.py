@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mtcompile import knobs
 from mtcompile.errors import StepError
+from mtcompile.machine.own_files import beside
 from mtcompile.optim.disk_state import Homes, Staged
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import STATES
@@ -37,7 +38,6 @@ from mtcompile.optim.written_update import (
     written_update,
 )
 from mtcompile.references import weakly
-from mtcompile.runtime.disk.own_files import beside
 from mtcompile.runtime.optim import device_kernels, host_kernels
 from mtcompile.runtime.optim.operands import Operands, joined, split
 

@@ -23,7 +23,7 @@ from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk import direct
 from mtcompile.runtime.disk.file import free_nbytes
 from mtcompile.runtime.disk.spares import Spare
-from mtcompile.runtime.disk.store import DEPTH, DiskStore, piece_nbytes
+from mtcompile.runtime.disk.store import DEPTH, DiskStore, piece_nbytes, staging_nbytes
 from mtcompile.torch_private import shares_storage
 
 
@@ -35,19 +35,22 @@ def room_nbytes(disk: DiskBudget, parameters: ParameterStore, frames: LiveFrames
     return min(disk.nbytes - loaded, taken + free_nbytes(disk.folder)) - moved - frames.disk_nbytes()
 
 
-def limits(disk: DiskBudget, device: Device, parameters: ParameterStore, frames: LiveFrames, loaded: int) -> dict[str, Any]:
-    """Returns the fields of budgets that the disk and the environment decide. ``loaded``: see ``room_nbytes``."""
+def limits(disk: DiskBudget, parameters: ParameterStore, frames: LiveFrames, model_nbytes: int, loaded: int) -> dict[str, Any]:
+    """Returns the fields of budgets that the disk and the environment decide, for a model of that size. ``loaded``: see
+    ``room_nbytes``."""
     return {
         "disk": room_nbytes(disk, parameters, frames, loaded),
+        "disk_staging": staging_nbytes(model_nbytes),
         "disk_slowdown": knobs.disk_slowdown(),
         "disk_days": knobs.disk_days(),
-        "disk_direct": _reads_directly(disk, device, parameters),
+        "disk_direct": _reads_directly(disk, parameters.device, parameters),
     }
 
 
-def check_frozen(step: fx.GraphModule, fixed: Mapping[str, str]) -> None:
-    """Raises CaptureError for a parameter that went to disk frozen, and is to train now. ``fixed``: the tiers of homes."""
-    for spec, _ in inputs_of(step):
+def check_frozen(step: fx.GraphModule, fixed: Mapping[str, str], trains: bool) -> None:
+    """Raises CaptureError for a parameter that went to disk frozen, and is to train now. ``fixed``: the tiers of homes;
+    ``trains``: whether optimizer.step() updates what trains, which must be in memory then."""
+    for spec, _ in inputs_of(step) if trains else ():
         if is_trained(spec) and fixed.get(step.meta["homes"].get(spec.name, "")) == "disk":
             raise CaptureError(
                 f'{spec.name} is on disk, where only frozen weights can be without update="backward", and trains now. '
