@@ -22,10 +22,10 @@ from mtcompile.execution.memory.disk_room import check_frozen, limits, movable, 
 from mtcompile.execution.memory.host_room import check_plan, checked_before_first_step
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
-from mtcompile.machine.own_files import in_memory, own_files_nbytes
 from mtcompile.optim.backward.update import UpdatesInBackward
 from mtcompile.optim.disk_state import PIECE, DiskState, OnDisk
 from mtcompile.optim.master_weights import Masters, cast
+from mtcompile.optim.own_files import in_memory, own_files_nbytes
 from mtcompile.optim.state_sizes import average_copies, is_elementwise, master_state_nbytes, state_nbytes
 from mtcompile.optim.training_state import state_moved, training_nbytes
 from mtcompile.optim.wholeness import Wholeness

@@ -19,9 +19,9 @@ from mtcompile.api import compile
 from mtcompile.capture.refusals import first_line
 from mtcompile.checkpoint.shards import StoredTensor, stored_tensors
 from mtcompile.errors import BudgetError, CheckpointError
-from mtcompile.machine.own_files import in_own_file, is_in_own_file
 from mtcompile.machine.system_files import memory_rooms, smallest_room
 from mtcompile.models.loading import configuration
+from mtcompile.optim.own_files import in_own_file, is_in_own_file
 from mtcompile.optim.precision import Precision, precision_named
 from mtcompile.options import DiskBudget, parse_bytes, parse_disk
 from mtcompile.runtime.disk.errors import DiskError

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from mtcompile import knobs
 from mtcompile.errors import StepError
-from mtcompile.machine.own_files import beside
 from mtcompile.optim.disk_state import Homes, Staged
+from mtcompile.optim.own_files import beside
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import STATES
 from mtcompile.optim.training_state import numbered

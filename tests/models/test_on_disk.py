@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import mtcompile
-from mtcompile.machine.own_files import beside, in_memory, in_own_file, is_in_own_file, own_files_nbytes
+from mtcompile.optim.own_files import beside, in_memory, in_own_file, is_in_own_file, own_files_nbytes
 
 WIDTH, BLOCKS = 96, 24
 HOST, LOADED = 600_000, 23 * 36_864  # bytes: that the host has, and of the large weights
