@@ -82,8 +82,7 @@ class Searched(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Target:
     """The target that a step is compiled for. ``machine``: the speeds that plans assume. ``beside``: the number of further
-    forwards of the same step that may wait for their backward at the same time. ``searched``: the plans that searches have
-    found for it, by the structure of the joint graph; each search adds its own."""
+    forwards of the same step that may wait for their backward at once. ``searched``: plans found, by the joint graph's structure."""
 
     options: Options
     device: Device
