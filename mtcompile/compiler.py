@@ -82,7 +82,7 @@ class Searched(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Target:
     """The target that a step is compiled for. ``machine``: the speeds that plans assume. ``beside``: the number of further
-    forwards of the same step that may wait for their backward at once. ``searched``: plans found, by the joint graph's structure."""
+    forwards of the same step that may wait for their backward at once. ``searched``: plans found, by graphs' structures."""
 
     options: Options
     device: Device

@@ -217,7 +217,7 @@ class _Repeat:
         add, val = self._add(user), whole.meta["val"]
         if weights.kind == "sum":
             return whole
-        if weights.kind == "equal":
+        if weights.kind in ("equal", "same"):
             return add(aten.div.Tensor, whole, self.micro.count)
         scaled = add(aten.mul.Tensor, whole, self.scales[key][number])
         return scaled if scaled.meta["val"].dtype == val.dtype else add(aten._to_copy.default, scaled, dtype=val.dtype)
@@ -245,9 +245,7 @@ class _Repeat:
         if spec.kind == "mutation":
             self.outputs[spec] = parts[-1]
         elif spec.index in self.weights:
-            self.outputs[spec] = (
-                self._total(spec.index, self.weights[spec.index], parts, add) if value in self.own else parts[-1]
-            )
+            self.outputs[spec] = self._total(spec.index, self.weights[spec.index], parts, add)
         elif spec.index in self.joining.counts:
             put = self.joining.counts[spec.index]
             self.outputs[spec] = functools.reduce(lambda one, other: add(put, one, other), parts)
@@ -271,6 +269,8 @@ class _Repeat:
         """A loss, or a reduction, of all micro-batches; its weights are kept under ``key``."""
         if weights.kind == "sum":
             return total(add, losses)
+        if weights.kind == "same":
+            return losses[-1]
         if weights.kind in ("any", "all"):
             put = aten.logical_or.default if weights.kind == "any" else aten.logical_and.default
             return functools.reduce(lambda one, other: add(put, one, other), losses)

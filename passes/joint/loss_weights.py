@@ -40,8 +40,9 @@ _UNKNOWN = "unknown"  # its ``count`` says why, its ``target`` at which operatio
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of micro-batches in a loss. ``kind``: "sum", "equal", or "tokens", by a number that each has: elements of
-    ``target`` other than ``ignored``, or what the node ``count`` makes (names in the captured graph)."""
+    """The weights of micro-batches in a loss. ``kind``: "sum", "equal", "same" for what all make alike, "any" or "all" for truth
+    values, or "tokens", by a number that each has: elements of ``target`` other than ``ignored``, or what the node ``count``
+    makes (names in the captured graph)."""
 
     kind: str
     target: str = ""
@@ -49,7 +50,12 @@ class Weights:
     count: str = ""
 
     def __str__(self) -> str:
-        texts = {"tokens": "averaged over the tokens that count", "sum": "added up", "equal": "averaged, each weighing alike"}
+        texts = {
+            "same": "the same for all",
+            "tokens": "averaged over the tokens that count",
+            "sum": "added up",
+            "equal": "averaged, each weighing alike",
+        }
         return f"their losses {texts.get(self.kind, self.kind)}"
 
 
@@ -118,7 +124,7 @@ def put_together(value: fx.Node, own: set[fx.Node], batch: Batch) -> Any:
     """The operation that puts the micro-batches' parts of a whole number or truth value together: they are added up, or any or
     all of them are true. Raises LossRefused where it is none of these."""
     whole = value
-    while whole.target in _AS_IT_IS and whole.meta["val"].dtype == value.meta["val"].dtype:
+    while whole.target in _AS_IT_IS and whole.all_input_nodes[0].meta["val"].dtype == value.meta["val"].dtype:
         whole = whole.all_input_nodes[0]
     if whole.target in _TRUTHS and isinstance(batch.place(whole.all_input_nodes[0]), Along):
         return _TRUTHS[whole.target]

@@ -62,7 +62,7 @@ class Joining:
         """Says how gradients and losses are put together, and what is not as for the whole batch."""
         summed = " in fp32" if micro.wide else ""
         gradients = f"{micro.count} micro-batches, their gradients added up{summed} in their order, "
-        shares = ", ".join(dict.fromkeys(map(str, self.weights.values())))
+        shares = ", ".join(dict.fromkeys(str(each) for each in self.weights.values() if each.kind != "same"))
         if self.parts:
             shares = "each mean or sum in their losses put together, and what is made of these computed once"
         return gradients + shares + (f", the batch statistics of each by itself ({self.norms})" if self.norms else "")
@@ -88,7 +88,7 @@ def joining_of(joint: fx.GraphModule, micro: Micro) -> Joining:
             raise LossRefused("depends on the number of rows", value, spec.name)
         if value not in own:
             if _is_loss(value, rows):
-                losses[spec.index] = Weights("equal")
+                losses[spec.index] = Weights("same")
         elif (dim := batch.dim(value)) is not None and not _is_loss(value, rows):
             dims[spec.index] = dim
             if numbers.known and spec.index < len(numbers.outputs) and numbers.outputs[spec.index] != dim:
@@ -108,7 +108,8 @@ def joining_of(joint: fx.GraphModule, micro: Micro) -> Joining:
         for value in reduced.values():
             if batch.is_unknown(value):
                 raise error
-        losses, counts, parts = {}, {}, mark_once(joint, reduced, own, batch)
+        losses = {index: each for index, each in losses.items() if each.kind == "same"}
+        counts, parts = {}, mark_once(joint, reduced, own, batch)
     return Joining(losses, dims, counts, parts, listed(list(dict.fromkeys(_norms(joint, batch))), most=3))
 
 

@@ -135,6 +135,15 @@ def counted(m: nn.Module, x: Tensor, h: Tensor) -> list[Tensor]:
     return [(h > 0).sum(), (x > 2).sum() + (x < 0).sum(), (x > 1).any(), classes.sum(0), more, torch.stack([more, more])]
 
 
+def test_what_all_micro_batches_share_is_not_added_up() -> None:
+    seven = torch.tensor(7)
+    found, parts = returned(
+        lambda m, x, h: (torch.stack([(x > 0).sum(), seven]), (x > 0).any().long(), m.last.weight.norm()), 2
+    )
+    assert found[0].tolist() == [int(parts[0][0][0] + parts[1][0][0]), 7] and found[1].dtype == torch.int64
+    assert torch.equal(found[2], parts[0][2])
+
+
 def test_truth_values_and_means_of_the_batch() -> None:
     found, parts = returned(lambda m, x, h: ((x < 9).all(), (x < 1).all(), x.bool().any(0), h.mean(0), x.square().sum(0)), 2)
     assert bool(found[0]) and bool(found[1]) == all(bool(part[1]) for part in parts)
