@@ -40,8 +40,8 @@ _UNKNOWN = "unknown"  # its ``count`` says why, its ``target`` at which operatio
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of micro-batches in a loss. ``kind``: "sum", "equal", "same" for what all make alike, "any" or "all" for truth
-    values, or "tokens", by a number that each has: elements of ``target`` other than ``ignored``, or what the node ``count``
+    """The weights of micro-batches in a loss. ``kind``: "sum", "equal", "same" for what all make alike, "any" or "all" for
+    truth values, or "tokens", by a number of each: elements of ``target`` other than ``ignored``, or what the node ``count``
     makes (names in the captured graph)."""
 
     kind: str
