@@ -178,8 +178,10 @@ class Candidates:
             return 0.0 if isinstance(error, NoSolver) else inf
 
     @cached_property
-    def _home_helps(self) -> bool:
-        return faster_from_host(self._relaxed, self.open_params, self.problem.budgets.disk)
+    def resident_may_be_slow(self) -> bool:
+        """Whether a plan may be faster than that with everything on the device, but for what is fixed elsewhere: by its bound."""
+        streams_us = self.resident.plan.total_us if set(self.problem.fixed_homes.values()) - {"device"} else None
+        return faster_from_host(self._relaxed, self.open_params, self.problem.budgets.disk, streams_us)
 
     @exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
@@ -188,7 +190,7 @@ class Candidates:
         problem = replace(self.problem, budgets=replace(self.problem.budgets, device=device, host=host))
         if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
             return completed(problem, again, known.minimum_device_bytes, known.certificate)
-        if fits((resident := self.resident).plan, problem.budgets) and not self._home_helps:  # the floor is reported anyway
+        if fits((resident := self.resident).plan, problem.budgets) and not self.resident_may_be_slow:  # the floor is reported anyway
             minimum = min(self.floor, resident.plan.peak_bytes["device"])
             return completed(problem, resident, minimum, self.certificate(device, host))
         if not self._points and not self._recall():
