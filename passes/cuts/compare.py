@@ -34,7 +34,7 @@ SMALL = 3000  # operations of a step whose other forms are made in about a secon
 _NEAR, _NEAR_LARGE = 1.02, 1.1  # of what any form could give: then others are not made of a small step, or of a large one
 _PROMISE = 0.998  # of the best form's bound: others that promise less are not searched
 _HOPELESS = 1.2  # times the best plan: what quick plans of other forms take that are not searched; a search gains 1 to 7 %
-_ENOUGH = 1.05  # of what a form with fragments could give: it is not searched where these are tried in each compilation
+_ENOUGH = 1.05  # of what another form could give: in each compilation, fragments that gain less are not searched
 _HALVINGS = 12  # between nothing and what a form's floor needs
 
 
@@ -121,7 +121,9 @@ def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
         coarsest = [each for each in (first if takes_all else None, rows) if each is not None]
         ways = ([None] if takes_all else []) + ([] if rows is None else [embeddings])
         comparison.run(coarsest, [chain(finer, way) for way in ways for finer in kinds if finer != [first.form]])
-        if comparison.is_near if comparison.fitting else not comparison.could_fit():
+        if comparison.fitting and (comparison.is_near or not allowed.compares_last):
+            break
+        if not comparison.fitting and not comparison.could_fit():
             break
     if not comparison.fitting:
         comparison.plan_unlikely()
@@ -130,7 +132,7 @@ def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
 
 class Comparison(Generic[S]):
     """Compares forms. ``fitting``: those planned so far that fit; ``refused``: those that do not.
-    ``hurries``: whether forms with fragments that could be a few percent faster are not worth a search."""
+    ``hurries``: whether forms that could be a few percent faster are not worth a search."""
 
     def __init__(self, forms: Forms[S], allowed: Allowed) -> None:
         self.forms, self.allowed = forms, allowed
@@ -265,8 +267,7 @@ class Comparison(Generic[S]):
 
     def _is_worth_a_search(self, form: S, us: float, best: S) -> bool:
         """Tells whether a form may have a plan that is faster than the ``us`` of one of the ``best`` form."""
-        enough = _ENOUGH if self.hurries and form.form.cut != UNCUT else 1.0
-        if not could_be_faster(form.candidates, self.forms.limits, us / enough):
+        if not could_be_faster(form.candidates, self.forms.limits, us / (_ENOUGH if self.hurries else 1.0)):
             return False
         if not self._goes_by_bounds(form):
             return True

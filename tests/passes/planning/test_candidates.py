@@ -312,6 +312,20 @@ def test_climbs_make_no_budget_slower_and_do_not_depend_on_what_was_asked_before
     assert times_us(1000, rising[::-1]) == climbed[::-1]
 
 
+@pytest.mark.parametrize("step", [crossing, skips])
+def test_more_memory_is_never_slower_where_homes_are_fixed_on_the_host(step: Callable[[], Any]) -> None:
+    """All else fits: the plan that keeps it on the device fetches these homes one region ahead; another fetches them better."""
+    graph = step()
+    fixed = dict.fromkeys(graph.meta["homes"].values(), "host")
+    candidates = Candidates(
+        PlanningProblem(graph, MACHINES[1], Budgets(updates=WAYS["as gradients arrive"]), fixed_homes=fixed)
+    )
+    resident, low = candidates.resident.plan, candidates.floor
+    budgets = [int(low + share * (resident.peak_bytes["device"] - low)) for share in (0.3, 0.6, 0.9, 1, 2)]
+    times = [candidates.best(budget, None).plan.total_us for budget in budgets]
+    assert times == sorted(times, reverse=True) and times[-1] < 0.9 * resident.total_us, times
+
+
 def test_gradients_do_not_wait_for_an_update_on_disk_where_there_are_slots_for_the_next_few() -> None:
     """One block of eight is on a slow disk: its update takes as long as the backwards of three others."""
     step = trace(Residual(layers=8), {"x": torch.ones(16, WIDTH)}).step
