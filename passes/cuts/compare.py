@@ -212,13 +212,14 @@ class Comparison(Generic[S]):
         return not self.refused or (self.refusal[1].tier != "disk" and not self._host_is_too_small())
 
     def _host_is_too_small(self) -> bool:
-        """Tells whether the host, with the disk if there is one, has no room for what is held at all times, in any form."""
+        """Tells whether to give up: the host, with the disk if there is one, has no room for what is held at all times, in any
+        form. Of a small step without a disk, all forms are planned, so that the refusal names the smallest host that works."""
         if not self.refused or self.refusal[1].tier != "host":
             return False
         form, error = self.refusal
         limits, problem = self.forms.limits, form.candidates.problem
-        if limits.disk is None and dict(error.causes).get("persistent state", 0) > (limits.host or 0):
-            return True
+        if limits.disk is None:
+            return not is_small(form.candidates) and dict(error.causes).get("persistent state", 0) > (limits.host or 0)
         if problem.budgets.disk_updates:  # which weights may be on disk depends on how they are cut
             return False
         budgets = replace(problem.budgets, device=limits.device, host=limits.host, disk=limits.disk)
