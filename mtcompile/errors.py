@@ -36,8 +36,8 @@ class CaptureError(MtcompileError):
 
 
 class BudgetError(MtcompileError):
-    """Raised if no plan fits a budget. ``minimum_bytes``: the smallest value of that budget that works. ``tier``: whose budget
-    that is: "device", "host" or "disk"."""
+    """Raised if no plan fits a budget. ``minimum_bytes``: the smallest value of that budget found to work. ``tier``: whose
+    budget that is: "device", "host" or "disk"."""
 
     def __init__(self, message: str, minimum_bytes: int, tier: str = "device") -> None:
         super().__init__(message)

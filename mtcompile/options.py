@@ -112,8 +112,8 @@ class Options:
         return self.updates is not None and self.updates.needs_all_gradients
 
     def allowed(self, may_cut: bool, begins: int) -> Allowed:
-        """Returns the forms to choose among. ``may_cut``: whether "auto" may cut weights where nothing fits; ``begins``: bytes,
-        at multiples of which fragments begin."""
+        """Returns the forms to choose among. ``may_cut``: whether "auto" may cut weights; ``begins``: bytes, at multiples of
+        which fragments begin."""
         last, last_embeddings = self.cuts, self.embeddings
         if self.policy not in KEEP_STATE:
             if may_cut and self.fragments == "auto" and self.tiles == 1 and not self.needs_all_gradients:
@@ -121,7 +121,8 @@ class Options:
             if self.embeddings == "auto":
                 last_embeddings = "used"
         asked, fuses = self.cuts is not None, self.fuses
-        return Allowed(self.loss_chunks, self.tiles, self.cuts, self.embeddings, last, last_embeddings, begins, asked, fuses)
+        kinds = self.loss_chunks, self.tiles, self.cuts, self.embeddings, last, last_embeddings
+        return Allowed(*kinds, begins, asked, fuses, compares_last=self.policy == FASTEST)
 
     def check_form(self, form: Form) -> None:
         """Raises CaptureError if a training graph, in this form, has nothing of what was to be cut."""

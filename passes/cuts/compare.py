@@ -1,11 +1,11 @@
 """Compares the forms of a step within a budget: of those that could be the fastest, each is planned, and no others are.
 
-A form is left out if no plan of it can be faster than the best one: by the bound of its linear program, or by its time with
-everything on the device. One of a large step is not searched either if that bound is hardly lower than the best form's, or if
-a few quick plans of it are far slower; finer ones are not made once a bound rises. Of those that are left, the one with the
-fastest quick plan is searched first: most others then need no search. Others than the first are not made where it is so near
-to what any form could give that they are not worth it. By as much as these differences, a little more memory can be predicted
-to be slower.
+A form is left out if no plan of it can be faster than the best one, by the bound of its linear program. One of a large step is
+not searched either if that bound is hardly lower than the best form's, or if a few quick plans of it are far slower; finer ones
+are not made once a bound rises. Of those that are left, the one with the fastest quick plan is searched first: most others then
+need no search. Others than the first are not made where it is so near to what any form could give that they are not worth it.
+By as much as these differences, and no more, a little more memory can be predicted to be slower: a form that is taken because
+no other fits is compared where others fit, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SMALL = 3000  # operations of a step whose other forms are made in about a secon
 _NEAR, _NEAR_LARGE = 1.02, 1.1  # of what any form could give: then others are not made of a small step, or of a large one
 _PROMISE = 0.998  # of the best form's bound: others that promise less are not searched
 _HOPELESS = 1.2  # times the best plan: what quick plans of other forms take that are not searched; a search gains 1 to 7 %
-_STREAMED = 0.95  # of the time with everything on the device that is not fixed elsewhere: fetching farther ahead gains less
+_ENOUGH = 1.05  # of what another form could give: in each compilation, fragments that gain less are not searched
 _HALVINGS = 12  # between nothing and what a form's floor needs
 
 
@@ -91,20 +91,24 @@ class Forms(Protocol[S]):
 
 
 def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
-    """Compares those of the allowed forms that the fastest may be among. Where none fits, compares what is kept for that too:
-    few rows of all embeddings, fragments, and then finer fragments than a disk could read."""
+    """Compares those of the allowed forms that the fastest may be among. Where none fits, or the fastest of them could be much
+    slower than others, compares what is kept for that too: few rows of all embeddings, fragments, and, where none fits, then
+    finer fragments than a disk could read."""
     comparison, first = Comparison(forms, allowed), forms.first
     now, last = (allowed.fragments, allowed.embeddings), (allowed.last_fragments, allowed.last_embeddings)
     for (fragments, embeddings), begins in dict.fromkeys(((now, allowed.begins), (last, allowed.begins), (last, UNCUT.begins))):
         rows = forms.in_rows(first, embeddings)
         takes_all = rows is None or forms.takes_all_rows(first, rows)
         kinds = list(chains_of_forms(allowed, first.form, possible_cuts(forms.captured, fragments, begins)[1:]))
+        comparison.hurries = allowed.in_fragments or fragments != allowed.fragments
+        if comparison.fitting:  # those that differ most from what was compared: then most others need no search
+            kinds.reverse()
 
         def chain(finer: list[Form], taken: str | None) -> Iterator[S]:
             for form in finer:
                 if comparison.is_too_fine(form):
                     return
-                if not forms.allows(form.cut) or not comparison.has_room_for(form):
+                if not comparison.has_room_for(form):
                     continue
                 step = first if form == first.form else forms.cut(form)
                 if step is not None and taken is not None:
@@ -116,8 +120,10 @@ def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
 
         coarsest = [each for each in (first if takes_all else None, rows) if each is not None]
         ways = ([None] if takes_all else []) + ([] if rows is None else [embeddings])
-        comparison.run(coarsest, [chain(finer, way) for way in ways for finer in kinds])
-        if comparison.fitting or not comparison.could_fit():
+        comparison.run(coarsest, [chain(finer, way) for way in ways for finer in kinds if finer != [first.form]])
+        if comparison.fitting and (comparison.is_near or not allowed.compares_last):
+            break
+        if not comparison.fitting and not comparison.could_fit():
             break
     if not comparison.fitting:
         comparison.plan_unlikely()
@@ -125,13 +131,14 @@ def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
 
 
 class Comparison(Generic[S]):
-    """Compares forms. ``fitting``: those planned so far that fit; ``refused``: those that do not."""
+    """Compares forms. ``fitting``: those planned so far that fit; ``refused``: those that do not.
+    ``hurries``: whether forms that could be a few percent faster are not worth a search."""
 
     def __init__(self, forms: Forms[S], allowed: Allowed) -> None:
         self.forms, self.allowed = forms, allowed
         self.fitting, self.refused = list[tuple[S, Planned]](), list[tuple[S, DoesNotFit]]()
         self._unlikely, self._considered, self._fewest = list[S](), dict[int, S](), dict[int, int]()
-        self._too_many_chunks = inf
+        self.hurries, self._too_many_chunks = False, inf
         self._waiting, self._left_out = list[tuple[float, S]](), list[S]()  # those that wait: with the µs of a quick plan
 
     @property
@@ -150,6 +157,18 @@ class Comparison(Generic[S]):
         searched = [(planned.plan.total_us, form) for form, planned in self.fitting]
         return min(searched + self._waiting, key=lambda each: each[0], default=None)
 
+    @property
+    def is_near(self) -> bool:
+        """True if no other form could be much faster than the best one."""
+        if (best := self.best) is None:
+            return False
+        return best[1].plan.all_resident or is_near(best[0].candidates, self.forms.limits, best[1].plan.total_us)
+
+    @property
+    def _alone(self) -> bool:
+        """True if there is nothing to compare a form with."""
+        return self.allowed.alone and not self.fitting
+
     def run(self, coarsest: Iterable[S], chains: Iterable[Iterable[S]]) -> None:
         """Compares some forms. ``chains``: of finer and finer forms, each of which takes longer than the one before if memory
         does not matter."""
@@ -157,7 +176,6 @@ class Comparison(Generic[S]):
         self._plan_waiting()
 
     def _compare(self, coarsest: Iterable[S], chains: Iterable[Iterable[S]]) -> None:
-        best = None
         for form in coarsest:  # how good its plan is says which others to make
             self._consider(form, may_wait=False)
             if (best := self.best) is not None and best[1].plan.all_resident:
@@ -165,10 +183,8 @@ class Comparison(Generic[S]):
                     return
         if self._lead is None and not self.could_fit():
             return
-        if best is not None and not self.allowed.in_fragments:
-            near = best[1].plan.all_resident or is_near(best[0].candidates, self.forms.limits, best[1].plan.total_us)
-            if near or self.allowed.alone:
-                return
+        if self.is_near and not self.allowed.in_fragments:
+            return
         for chain in chains:
             leanest, before_us = inf, inf
             for form in chain:
@@ -183,7 +199,7 @@ class Comparison(Generic[S]):
                     before_us = bound_us
                 if lead is None and self._host_is_too_small():
                     return
-                if lead is None and not self.allowed.alone and not self._may_fit(form):
+                if lead is None and not self._alone and not self._may_fit(form):
                     nbytes = self._least_nbytes(form)
                     if nbytes >= leanest and form.form.cut == UNCUT:  # more chunks or tiles need no less
                         break
@@ -196,13 +212,14 @@ class Comparison(Generic[S]):
         return not self.refused or (self.refusal[1].tier != "disk" and not self._host_is_too_small())
 
     def _host_is_too_small(self) -> bool:
-        """Tells whether the host, with the disk if there is one, has no room for what is held at all times, in any form."""
+        """Tells whether to give up: the host, with the disk if there is one, has no room for what is held at all times, in any
+        form. Of a small step without a disk, all forms are planned, so that the refusal names the smallest host that works."""
         if not self.refused or self.refusal[1].tier != "host":
             return False
         form, error = self.refusal
         limits, problem = self.forms.limits, form.candidates.problem
-        if limits.disk is None and dict(error.causes).get("persistent state", 0) > (limits.host or 0):
-            return True
+        if limits.disk is None:
+            return not is_small(form.candidates) and dict(error.causes).get("persistent state", 0) > (limits.host or 0)
         if problem.budgets.disk_updates:  # which weights may be on disk depends on how they are cut
             return False
         budgets = replace(problem.budgets, device=limits.device, host=limits.host, disk=limits.disk)
@@ -230,7 +247,8 @@ class Comparison(Generic[S]):
         for form in sorted(self._unlikely, key=self._least_nbytes):
             if self.fitting or (self.refused and self._least_nbytes(form) >= min(error.minimum for _, error in self.refused)):
                 return
-            self._attempt(form)
+            if self.forms.allows(form.form.cut):
+                self._attempt(form)
 
     def _consider(self, form: S, may_wait: bool) -> None:
         if id(form) in self._considered:
@@ -241,6 +259,8 @@ class Comparison(Generic[S]):
             self._unlikely.append(form)
         elif lead is not None and not self._is_worth_a_search(form, *lead):
             self._left_out.append(form)
+        elif not self.forms.allows(form.form.cut):  # not asked before: it takes products on the device
+            return
         elif may_wait and self._can_wait(form) and ((quick_us := self._quick_us(form)) < inf or self._waiting):
             self._waiting.append((quick_us, form))
         else:
@@ -248,7 +268,7 @@ class Comparison(Generic[S]):
 
     def _is_worth_a_search(self, form: S, us: float, best: S) -> bool:
         """Tells whether a form may have a plan that is faster than the ``us`` of one of the ``best`` form."""
-        if not could_be_faster(form.candidates, self.forms.limits, us):
+        if not could_be_faster(form.candidates, self.forms.limits, us / (_ENOUGH if self.hurries else 1.0)):
             return False
         if not self._goes_by_bounds(form):
             return True
@@ -259,7 +279,7 @@ class Comparison(Generic[S]):
     def _quick_us(self, form: S) -> float:
         """Returns the µs of a quick plan of a form that goes by bounds; infinite where that says nothing."""
         device = self.forms.limits.device
-        if device is None or self.forms.limits.disk is not None or self.allowed.alone or not self._goes_by_bounds(form):
+        if device is None or self.forms.limits.disk is not None or self._alone or not self._goes_by_bounds(form):
             return inf
         return form.candidates.quick_us(device)
 
@@ -291,7 +311,7 @@ class Comparison(Generic[S]):
     def _must_fit(self, form: S) -> bool:
         """Tells whether to search a form only if it has a plan within the limits: not where there is no other, or where some of
         the device may be freed for it."""
-        return not self.allowed.alone and "device" not in form.candidates.problem.fixed_homes.values()
+        return not self._alone and "device" not in form.candidates.problem.fixed_homes.values()
 
     def _attempt(self, form: S) -> None:
         try:
@@ -339,7 +359,7 @@ def is_small(candidates: Candidates) -> bool:
 
 def least_us(candidates: Candidates) -> float:
     """Returns the µs that each plan of a step takes, however much memory there is."""
-    return candidates.resident.plan.total_us * (_STREAMED if candidates.problem.fixed_homes else 1.0)
+    return candidates.bound_us(None, None) if candidates.resident_may_be_slow else candidates.resident.plan.total_us
 
 
 def _least_nbytes(candidates: Candidates) -> int:

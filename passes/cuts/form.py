@@ -36,8 +36,8 @@ WHOLE = Form()
 class Allowed:
     """The forms to choose among. ``chunks``, ``tiles``: a number or "auto"; ``fragments``, ``begins``: as ``possible_cuts``
     takes them; ``embeddings``: as for ``compile``; ``last_fragments`` and ``last_embeddings`` instead, where nothing fits
-    otherwise. ``in_fragments``: compares fragments however good the first plan is. ``fuses``: kernels may do without values
-    that one operation makes for another."""
+    otherwise, and, with ``compares_last``, where they may be faster. ``in_fragments``: compares fragments however good the
+    first plan is. ``fuses``: kernels may do without values that one operation makes for another."""
 
     chunks: int | str = "auto"
     tiles: int | str = "auto"
@@ -48,6 +48,7 @@ class Allowed:
     begins: int = UNCUT.begins
     in_fragments: bool = False
     fuses: bool = False
+    compares_last: bool = True
 
     @property
     def alone(self) -> bool:

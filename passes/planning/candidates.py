@@ -23,12 +23,11 @@ from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.lean import lean_plans, slower_than_some
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
 from mtcompile.passes.planning.frontier import (
-    Frontier,
     Point,
     choose,
     fits,
     fits_host,
-    frontier_within,
+    frontiers_of,
     missing_nbytes,
     pareto,
     undominated,
@@ -36,7 +35,7 @@ from mtcompile.passes.planning.frontier import (
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
 from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.program import Infeasible, NoSolver
-from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve, certificate, faster_from_host, relaxation
+from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve, certificate, faster_than_resident, relaxation
 from mtcompile.passes.planning.linear.seeds import Rounding, Within, seed_ladders
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
@@ -48,7 +47,6 @@ from mtcompile.runtime.schedule import Schedule
 # Limits count evaluations, not seconds, so that the same input gives the same plan. One takes time in proportion to regions.
 _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
 _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
-_FRONTIERS = 3  # whose gaps are looked into: of all points, and of those within two limits on the host
 _REFINED = 100  # plans evaluated between two of a ladder
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 _FEW_SEARCHED = 30  # fewer are no search of a step: plans are improved by moves that its equal blocks share
@@ -178,8 +176,9 @@ class Candidates:
             return 0.0 if isinstance(error, NoSolver) else inf
 
     @cached_property
-    def _home_helps(self) -> bool:
-        return faster_from_host(self._relaxed, self.open_params, self.problem.budgets.disk)
+    def resident_may_be_slow(self) -> bool:
+        """Whether a plan may be faster than the one with everything on the device, however much memory there is."""
+        return faster_than_resident(self.problem, self._relaxed, self.open_params, self.resident.plan.total_us)
 
     @exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
@@ -188,7 +187,9 @@ class Candidates:
         problem = replace(self.problem, budgets=replace(self.problem.budgets, device=device, host=host))
         if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
             return completed(problem, again, known.minimum_device_bytes, known.certificate)
-        if fits((resident := self.resident).plan, problem.budgets) and not self._home_helps:  # the floor is reported anyway
+        if (
+            fits((resident := self.resident).plan, problem.budgets) and not self.resident_may_be_slow
+        ):  # the floor is reported anyway
             minimum = min(self.floor, resident.plan.peak_bytes["device"])
             return completed(problem, resident, minimum, self.certificate(device, host))
         if not self._points and not self._recall():
@@ -240,7 +241,8 @@ class Candidates:
         """Returns the best plan for these budgets, at an evaluated point or between two. Raises DoesNotFit and _Stale."""
         budgets = problem.budgets
         points = self._points_for(budgets)
-        chosen = [choose(points, within, self._evaluated, budgets) for within in self._frontiers()]
+        frontiers = frontiers_of([*self._points, *self._variants] if self._casts else self._points)
+        chosen = [choose(points, within, self._evaluated, budgets) for within in frontiers]
         point = min(chosen, key=lambda one: (one.time_us, one.peak))
         candidate = self._with_less_on_host(self._improvement(self._again(point), budgets), budgets)
         fewest = min(point.peak for point in points if fits_host(point, budgets))
@@ -304,14 +306,6 @@ class Candidates:
             fits_device = (p for p in points if budgets.device is None or p.peak <= budgets.device)
             raise shortfall(self._again(min(fits_device, key=lambda p: p.plan.peak_bytes["host"])), "host")
         return points
-
-    def _frontiers(self) -> list[Frontier]:
-        """Returns the frontiers whose gaps budgets look into: of all points, and of those that need less of the host than some.
-        They are the same for every budget, so that a larger one is never slower."""
-        points = [*self._points, *self._variants] if self._casts else self._points
-        needs = sorted({point.plan.peak_bytes["host"] for point in undominated(points)})
-        limits = dict.fromkeys(needs[len(needs) * i // _FRONTIERS] for i in range(1, _FRONTIERS))
-        return [frontier_within(points, limit) for limit in (None, *limits)]
 
     def _with_less_on_host(self, candidate: Candidate, budgets: Budgets) -> Candidate:
         """Returns the plan whose gradients do not wait on the host, if it is as fast."""

@@ -118,7 +118,7 @@ def holds_what_it_says(forecast: Forecast, model: Any, options: dict[str, Any]) 
     return kinds
 
 
-TIGHT = {"memory": 4_000_000, "host": 3_000_000}
+TIGHT = {"memory": 4_000_000, "host": 2_000_000}
 HELP = {
     *('update="backward"', 'optimizer="adafactor" with update="backward"', "lora=16", 'disk= with update="backward"'),
     *("host memory", "device memory"),

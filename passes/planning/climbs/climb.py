@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from math import inf
 from typing import Any, NamedTuple
 
@@ -40,7 +39,7 @@ _PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at 
 _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKS, _KICKED = 6, 2  # homes, the largest first, of which plans decide otherwise, to climb on from there; how often, at most
 _FARTHER, _WAITING = (1, 2), (2, 4)  # how many regions more fetches are ahead in kicks, and how many of these homes wait then
-_MANY = 3  # times as many plans as usual, in the end, where few moves are shared
+_MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
 _NEAR_FLOOR = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2)  # of the lowest peak: where little room makes plans much faster
 _LARGEST = 2  # sizes of homes that may wait
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
@@ -113,8 +112,7 @@ class Climbs:
         evaluate: Callable[[Plan], Plan],
         bound: Callable[[int, int | None], float],
     ) -> None:
-        self.frontier, self.limits, self.evaluate, self.bound = frontier, limits, evaluate, bound
-        self.ways = ways
+        self.frontier, self.limits, self.ways, self.evaluate, self.bound = frontier, limits, ways, evaluate, bound
         self.plans: dict[Limits, Plan] = {}  # with those within limits on the host (see ``hosts``)
 
     def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]], host: int | None = None) -> Plan:
@@ -140,7 +138,9 @@ class Climbs:
             best = min(climbs, key=lambda climb: climb.best.total_us)
             many = 1 if self.ways.kicks is None else _MANY
             best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
-            self.plans[limits] = self._kicked(best).best
+            if (best := self._kicked(best)).best.total_us > _FAR * self.bound(*limits) and self.ways.kicks is not None:
+                best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * _MANY_FAR)
+            self.plans[limits] = best.best
         return self.plans[limits]
 
     def _kicked(self, best: Climb) -> Climb:
@@ -220,7 +220,7 @@ class Climb:
 def _repeated(kind: Move, number: int, plan: Plan, times: int) -> Plan | None:
     """Returns the plan after the move of a kind with that number, several times; None if it has none that often."""
     for _ in range(times):
-        if (moved := next(islice(kind(plan), number, None), None)) is None:
+        if (moved := next(itertools.islice(kind(plan), number, None), None)) is None:
             return None
         plan = moved
     return plan

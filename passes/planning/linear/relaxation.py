@@ -140,12 +140,15 @@ def certificate(solve: Solve, limits: Mapping[str, int | None]) -> Certificate |
     return None
 
 
-def faster_from_host(solve: Solve, homes: Iterable[str], disk: int | None) -> bool:
-    """Tells whether a step could be faster with some of the ``homes`` on the host than with all on the device, however much
-    memory there is: the host may update them while the device computes. ``disk``: bytes, None without one."""
-    unlimited: dict[str, int | None] = {"device": None, "host": None, "disk": disk}
+def faster_than_resident(problem: PlanningProblem, solve: Solve, homes: Iterable[str], resident_us: float) -> bool:
+    """Tells whether a step could be faster than with all ``homes`` on the device, however much memory there is: the host may
+    update some while the device computes, or, where others are fixed elsewhere, these may be fetched better than in the plan
+    that takes ``resident_us``."""
+    unlimited: dict[str, int | None] = {"device": None, "host": None, "disk": problem.budgets.disk}
     with suppress(Infeasible):
-        return solve(unlimited).bound_us < _FASTER * solve(unlimited, dict.fromkeys(homes, True)).bound_us
+        if all(tier == "device" for tier in problem.fixed_homes.values()):
+            resident_us = solve(unlimited, dict.fromkeys(homes, True)).bound_us
+        return solve(unlimited).bound_us < _FASTER * resident_us
     return False
 
 

@@ -34,7 +34,7 @@ class Made:
         resident = SimpleNamespace(plan=SimpleNamespace(total_us=FASTEST_US, peak_bytes={"device": 2, "host": 0}))
         problem = SimpleNamespace(fixed_homes={})
         figures: dict[str, Any] = {"bound_us": lambda *limits: self.bound_us, "quick_us": lambda device: self.quick_us}
-        self.candidates = SimpleNamespace(**figures, resident=resident, problem=problem)
+        self.candidates = SimpleNamespace(**figures, resident=resident, problem=problem, resident_may_be_slow=False)
 
 
 def searched(
@@ -54,7 +54,7 @@ def searched(
 
     monkeypatch.setattr(compare, "is_near", lambda *about: False)
     monkeypatch.setattr(compare, "is_small", lambda *about: small)
-    forms: Any = SimpleNamespace(find=find, limits=Budgets(1, host, 0))
+    forms: Any = SimpleNamespace(find=find, allows=lambda cut: True, limits=Budgets(1, host, 0))
     Comparison(forms, Allowed(in_fragments=in_fragments)).run([first], [iter((first, *finer))])
     return order
 
@@ -80,7 +80,7 @@ def test_no_form_has_more_chunks_once_the_bound_rises_with_them(monkeypatch: pyt
     monkeypatch.setattr(compare, "is_near", lambda *about: False)
     monkeypatch.setattr(compare, "is_small", lambda *about: False)
     planned = SimpleNamespace(plan=SimpleNamespace(total_us=120.0, all_resident=False))
-    forms: Any = SimpleNamespace(find=lambda form: planned, limits=Budgets(1, None, 0))
+    forms: Any = SimpleNamespace(find=lambda form: planned, allows=lambda cut: True, limits=Budgets(1, None, 0))
     comparison: Comparison[Any] = Comparison(forms, Allowed())
     comparison.run([chunks(1, 100)], [iter((chunks(1, 100), chunks(4, 90), chunks(16, 95)))])
     assert [comparison.is_too_fine(Form(count, tiles=4)) for count in (1, 4, 16, 64)] == [False, False, True, True]

@@ -16,6 +16,7 @@ from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
 from mtcompile.passes.plan import Decision, Plan, Updates
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.climbs import climb as climb_module
 from mtcompile.passes.planning.climbs.climb import Limits, differ
 from mtcompile.passes.planning.evaluate import identity
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
@@ -310,6 +311,40 @@ def test_climbs_make_no_budget_slower_and_do_not_depend_on_what_was_asked_before
     assert climbed == sorted(climbed, reverse=True)
     assert all(after <= before for after, before in zip(climbed, without, strict=True)) and climbed != without
     assert times_us(1000, rising[::-1]) == climbed[::-1]
+
+
+@pytest.mark.parametrize("step", [crossing, skips])
+def test_climbs_far_from_the_bound_go_on(step: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, fewer in {
+        "MOST_SEARCHED": 2,
+        "MOST_POINTS": 2,
+        "_FEWEST_POINTS": 2,
+        "_REFINED": 5,
+        "_FEW_SEARCHED": 1000,
+    }.items():
+        monkeypatch.setattr(candidates_module, limit, fewer)
+    for limit, fewer in {"_MOVES": (2, 2, 2), "_PATIENCE": 1}.items():
+        monkeypatch.setattr(climb_module, limit, fewer)
+    problem, times = PlanningProblem(step(), MACHINES[1], Budgets(updates=WAYS["behind the forward"])), []
+    for many in (0, 30):
+        monkeypatch.setattr(climb_module, "_MANY_FAR", many)
+        candidates = Candidates(problem)
+        times.append([candidates.best(int(candidates.floor * share), None).plan.total_us for share in (1, 1.1, 1.2, 1.4)])
+    assert all(after <= before for before, after in zip(*times, strict=True)) and times[0] != times[1]
+
+
+@pytest.mark.parametrize("step", [crossing, skips])
+def test_more_memory_is_never_slower_where_homes_are_fixed_on_the_host(step: Callable[[], Any]) -> None:
+    """All else fits: the plan that keeps it on the device fetches these homes one region ahead; another fetches them better."""
+    graph = step()
+    fixed = dict.fromkeys(graph.meta["homes"].values(), "host")
+    candidates = Candidates(
+        PlanningProblem(graph, MACHINES[1], Budgets(updates=WAYS["as gradients arrive"]), fixed_homes=fixed)
+    )
+    resident, low = candidates.resident.plan, candidates.floor
+    budgets = [int(low + share * (resident.peak_bytes["device"] - low)) for share in (0.3, 0.6, 0.9, 1, 2)]
+    times = [candidates.best(budget, None).plan.total_us for budget in budgets]
+    assert times == sorted(times, reverse=True) and times[-1] < 0.9 * resident.total_us, times
 
 
 def test_gradients_do_not_wait_for_an_update_on_disk_where_there_are_slots_for_the_next_few() -> None:
