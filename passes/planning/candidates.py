@@ -22,17 +22,7 @@ from mtcompile.passes.planning.evaluate import completed, evaluate, exact, ident
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.lean import lean_plans, slower_than_some
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
-from mtcompile.passes.planning.frontier import (
-    Frontier,
-    Point,
-    choose,
-    fits,
-    fits_host,
-    frontier_within,
-    missing_nbytes,
-    pareto,
-    undominated,
-)
+from mtcompile.passes.planning.frontier import Point, choose, fits, fits_host, frontiers, missing_nbytes, pareto, undominated
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
 from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.program import Infeasible, NoSolver
@@ -42,13 +32,13 @@ from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, Store, no_progress
 from mtcompile.passes.planning.search import refine, unseen_neighbours
+from mtcompile.passes.rewrites.casts import may_cast
 from mtcompile.passes.step_graph import kernel_of, regions
 from mtcompile.runtime.schedule import Schedule
 
 # Limits count evaluations, not seconds, so that the same input gives the same plan. One takes time in proportion to regions.
 _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
 _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
-_FRONTIERS = 3  # whose gaps are looked into: of all points, and of those within two limits on the host
 _REFINED = 100  # plans evaluated between two of a ladder
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 _FEW_SEARCHED = 30  # fewer are no search of a step: plans are improved by moves that its equal blocks share
@@ -68,6 +58,7 @@ class Candidates:
         self.open_params = {b: nbytes for b, nbytes in self.sizes.items() if b not in problem.fixed_homes}
         self.base, self.draft = decided(problem, self.sizes), draft_of(problem.step)
         self.evaluations = 0
+        self._akin: Candidates | None = None  # of a problem whose plans have the same figures
         self._figures: dict[Hashable, tuple[Mapping[str, int], float, float]] = {}  # peaks, times; schedules would fill memory
         self._paces: dict[Hashable, Updates | None] = {}
         self._points: list[Point] = []
@@ -79,11 +70,16 @@ class Candidates:
         self._bounding: dict[bool, Relaxed] = {}  # the bounds that were asked for last, by whether the host had no limit
 
     @classmethod
-    def like(cls, known: Candidates, problem: PlanningProblem) -> Self:
-        """Returns the candidates of a problem, with all that is ``known`` if it is of one that differs in its limits alone."""
-        candidates = cls(problem)
+    def like(cls, known: Candidates, problem: PlanningProblem, store: Store | None = None) -> Self:
+        """Returns the candidates of a problem, with all that is ``known`` if it is of one that differs in its limits alone, and
+        with what is known of each plan if plans have the same figures there."""
         if problem.differs_in_limits(known.problem):
-            vars(candidates).update(vars(known) | {"problem": problem, "store": None})
+            candidates = cls.__new__(cls)
+            vars(candidates).update(vars(known) | {"problem": problem, "store": store})
+            return candidates
+        candidates = cls(problem, known.progress, store)
+        if problem.has_same_figures(known.problem):
+            candidates._akin, candidates._figures, candidates._paces = known, known._figures, known._paces
         return candidates
 
     def evaluate(self, plan: Plan) -> Candidate:
@@ -156,11 +152,13 @@ class Candidates:
 
     @cached_property
     def _evaluator(self) -> Evaluator:
-        return Evaluator(self.problem, self.draft, self._casts)
+        akin = None if self._akin is None else self._akin._evaluator
+        return Evaluator(self.problem, self.draft, self._casts, known=akin)
 
     @cached_property
-    def _casts(self) -> bool:  # whether the host may cast anything
-        return any(i.work == "convert" for i in self._streamed.instructions)
+    def _casts(self) -> bool:
+        """Whether the host may cast anything."""
+        return may_cast(self.problem.step) and any(i.work == "convert" for i in self._streamed.instructions)
 
     @cached_property
     def _relaxed(self) -> Solve:
@@ -240,7 +238,8 @@ class Candidates:
         """Returns the best plan for these budgets, at an evaluated point or between two. Raises DoesNotFit and _Stale."""
         budgets = problem.budgets
         points = self._points_for(budgets)
-        chosen = [choose(points, within, self._evaluated, budgets) for within in self._frontiers()]
+        compared = [*self._points, *self._variants] if self._casts else self._points
+        chosen = [choose(points, within, self._evaluated, budgets) for within in frontiers(compared)]
         point = min(chosen, key=lambda one: (one.time_us, one.peak))
         candidate = self._with_less_on_host(self._improvement(self._again(point), budgets), budgets)
         fewest = min(point.peak for point in points if fits_host(point, budgets))
@@ -284,8 +283,8 @@ class Candidates:
 
     def _evaluated(self, plan: Plan) -> Plan:
         """Returns the plan with its figures, with casts where they are faster: the host may be busier than the link."""
-        plans = [replace(plan, narrow=narrow) for narrow in ((True, False) if self._casts else (plan.narrow,))]
-        return min((self._paced(one).plan for one in plans), key=lambda one: one.total_us)
+        ways = (True, False) if self._casts else (plan.narrow,)
+        return min((self._paced(replace(plan, narrow=narrow)).plan for narrow in ways), key=lambda one: one.total_us)
 
     def _again(self, point: Point) -> Candidate:
         """Returns the point with its schedule. Raises _Stale."""
@@ -304,14 +303,6 @@ class Candidates:
             fits_device = (p for p in points if budgets.device is None or p.peak <= budgets.device)
             raise shortfall(self._again(min(fits_device, key=lambda p: p.plan.peak_bytes["host"])), "host")
         return points
-
-    def _frontiers(self) -> list[Frontier]:
-        """Returns the frontiers whose gaps budgets look into: of all points, and of those that need less of the host than some.
-        They are the same for every budget, so that a larger one is never slower."""
-        points = [*self._points, *self._variants] if self._casts else self._points
-        needs = sorted({point.plan.peak_bytes["host"] for point in undominated(points)})
-        limits = dict.fromkeys(needs[len(needs) * i // _FRONTIERS] for i in range(1, _FRONTIERS))
-        return [frontier_within(points, limit) for limit in (None, *limits)]
 
     def _with_less_on_host(self, candidate: Candidate, budgets: Budgets) -> Candidate:
         """Returns the plan whose gradients do not wait on the host, if it is as fast."""

@@ -14,6 +14,7 @@ from mtcompile.passes.planning.ladders import Ladder
 
 # Between what fits and the frontier's next point: rounds, ladders tried, plans of each.
 ROUNDS, _MOST_CROSSING, _POINTS_BETWEEN = 3, 2, 3
+_FRONTIERS = 3  # whose gaps are looked into: of all points, and of those within two limits on the host
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +69,14 @@ class Frontier:
 def frontier_within(points: Iterable[Point], host: int | None) -> Frontier:
     """Returns the frontier of those points that need at most ``host`` bytes of the host."""
     return Frontier(host, pareto(point for point in points if host is None or point.plan.peak_bytes["host"] <= host))
+
+
+def frontiers(points: Sequence[Point]) -> list[Frontier]:
+    """Returns the frontiers whose gaps budgets look into: of all points, and of those that need less of the host than some.
+    They are the same for every budget, so that a larger one is never slower."""
+    needs = sorted({point.plan.peak_bytes["host"] for point in undominated(points)})
+    limits = dict.fromkeys(needs[len(needs) * i // _FRONTIERS] for i in range(1, _FRONTIERS))
+    return [frontier_within(points, limit) for limit in (None, *limits)]
 
 
 def undominated(points: Sequence[Point]) -> list[Point]:

@@ -315,7 +315,7 @@ def test_refusals_say_what_would_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", ["600KB", "1MiB"])
+@pytest.mark.parametrize("memory", [pytest.param("600KB", marks=pytest.mark.long), "1MiB"])
 def test_the_smallest_host_that_a_refusal_names_trains(memory: str, tmp_path: Path) -> None:
     plain = Model()
     model, _ = compiled(tmp_path, plain, memory=memory, host="100KB")
