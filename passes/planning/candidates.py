@@ -256,10 +256,9 @@ class Candidates:
             varied = [plan] if less is None else [plan, self.evaluate(less).plan]
             return [one for one in varied if fits(one, budgets) and one.total_us >= plan.total_us]
 
-        plan = candidate.plan
-        if budgets.host is not None:
+        plan = climbs.best(budgets.device, candidate.plan, fitting, budgets.host)
+        if budgets.host is not None:  # none of these is faster than what needs more of the host: that may fit
             plan = self._climbs_on_hosts(climbs).best(budgets.device, budgets.host, plan)
-        plan = climbs.best(budgets.device, plan, fitting, budgets.host)
         return candidate if plan is candidate.plan else self.evaluate(plan)
 
     @property

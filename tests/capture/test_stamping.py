@@ -262,8 +262,8 @@ def trace_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(joint_module, "shortened", lambda description, path_of: None)
 
 
-# More of what others show: several stacks, what counts, and a block that differs from the others.
-_LONG = ("two stacks", "one weight read by all", "counted", "scaled by number", "one frozen")
+# More of what others show: several stacks, numbers that blocks count, and a block that differs from the others.
+_LONG = ("two stacks", "one weight read by all", "counted", "one frozen")
 
 
 @pytest.fixture
