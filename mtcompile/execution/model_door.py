@@ -14,29 +14,28 @@ from torch import fx, nn
 
 from mtcompile import knobs, torch_private
 from mtcompile.capture.refusals import lazy_modules_in
-from mtcompile.errors import BudgetError, CaptureError, StepError
+from mtcompile.errors import BudgetError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.door import Door
 from mtcompile.execution.memory import fragments
-from mtcompile.execution.memory.disk_room import limits, movable, opened_store, requests_nbytes, room_nbytes
+from mtcompile.execution.memory.disk_room import check_frozen, limits, movable, opened_store, requests_nbytes, room_nbytes
 from mtcompile.execution.memory.host_room import check_plan, checked_before_first_step
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
 from mtcompile.optim.backward.update import UpdatesInBackward
 from mtcompile.optim.disk_state import PIECE, DiskState, OnDisk
 from mtcompile.optim.master_weights import Masters, cast
+from mtcompile.optim.own_files import in_memory, own_files_nbytes
 from mtcompile.optim.state_sizes import average_copies, is_elementwise, master_state_nbytes, state_nbytes
 from mtcompile.optim.training_state import state_moved, training_nbytes
 from mtcompile.optim.wholeness import Wholeness
 from mtcompile.options import Options
-from mtcompile.passes.analysis.state import Budgets, is_trained, update_staging_nbytes
+from mtcompile.passes.analysis.state import Budgets, update_staging_nbytes
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
-from mtcompile.passes.step_graph import inputs_of
 from mtcompile.references import weakly
 from mtcompile.runtime.devices.arena import overlaps, span_nbytes
 from mtcompile.runtime.devices.protocol import Device
-from mtcompile.runtime.disk.store import staging_nbytes
 from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import shares_storage
 
@@ -141,20 +140,18 @@ class ModelDoor(Door):
     def _with_disk(self, budgets: Budgets, step: fx.GraphModule, fixed: Mapping[str, str]) -> Budgets:
         """Adds the limits of the disk. Raises CaptureError for a parameter that went there frozen, and is to train now."""
         assert self.options.disk is not None
-        for spec, _ in inputs_of(step) if self.updates is None and _trains(step) else ():
-            if is_trained(spec) and fixed.get(step.meta["homes"].get(spec.name, "")) == "disk":
-                raise CaptureError(
-                    f'{spec.name} is on disk, where only frozen weights can be without update="backward", and trains now. '
-                    "Freeze it again, or compile a new model with what trains set from the start"
-                )
+        check_frozen(step, fixed, self.updates is None and _trains(step))
         return replace(
             budgets,
-            **limits(self.options.disk, self.device, self.parameters, self.frames),
-            disk_staging=staging_nbytes(self.parameters_nbytes()),
+            **limits(self.options.disk, self.parameters, self.frames, self.parameters_nbytes(), self._loaded_nbytes()),
             disk_updates=self.updates is not None and is_elementwise(self.optimizer),
             update_piece=2 * PIECE if self.options.precision.split else 0,
             disk_takes=movable(step, fixed, self._parameters(), self.parameters, self.frames, self.fragments_begin()),
         )
+
+    def _loaded_nbytes(self) -> int:
+        """Returns the bytes of weights and remainders that were loaded to the disk, and have no home yet."""
+        return own_files_nbytes([*self._parameters().values(), *(master.remainder for master in self.masters or ())])
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters by name. The model's own method waits for updates."""
@@ -227,7 +224,7 @@ class ModelDoor(Door):
 
     def refusal(self, error: DoesNotFit) -> BudgetError:
         if error.tier == "disk" and self.options.disk is not None:
-            free = room_nbytes(self.options.disk, self.parameters, self.frames)
+            free = room_nbytes(self.options.disk, self.parameters, self.frames, self._loaded_nbytes())
             return disk_error(error, self.options.disk.folder, self.options.disk.nbytes, free)
         if error.tier == "device":
             refused = budget_error(error, "memory", self.options.memory or 0, self._beside, self.options)
@@ -244,11 +241,13 @@ class ModelDoor(Door):
         blocks = fragments.parameter_homes(step)
         tiers = {block: planned.plan.params(block) for block in blocks.values()}
         if not self.parameters.slabs:
-            held = self.state_nbytes() | {"pinned ahead": self.pinned_ahead_nbytes()}
+            held = self.state_nbytes() | {"pinned ahead": self.pinned_ahead_nbytes(), "on disk": -self._loaded_nbytes()}
             check_plan(planned.schedule, held, self.device.where.type == "cpu")
         if planned.plan.peak_bytes.get("disk", 0):
             self._open_disk(step, planned)
         self.parameters.adopt(blocks, tiers, dict(self._model().named_parameters()))
+        for master in self.masters or ():
+            master.remainder = in_memory(master.remainder)
 
     def _open_disk(self, step: fx.GraphModule, planned: Planned) -> None:
         """Makes sure that there is room on disk, and on the host for updates of what is there, before anything moves."""

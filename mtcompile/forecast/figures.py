@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -97,6 +98,13 @@ def _row(candidates: Candidates, policy: str, budgets: Budgets) -> Row:
     return Row(policy, True, peaks, time_us)
 
 
+def _loaded_nbytes(unplanned: Forecast, sizes: Collection[int]) -> int:
+    """Returns the host bytes that loading takes: all weights of these sizes, and the largest once more. Masters that will be
+    split are read as fp32."""
+    loaded = sum(sizes) + max(sizes, default=0)
+    return 2 * loaded if PRECISIONS[unplanned.precision].split else loaded
+
+
 def _with_plan(unplanned: Forecast, candidates: Candidates, planned: Planned) -> Forecast:
     plan, schedule = planned.plan, planned.schedule
     bodies: dict[str, Any] = dict(planned.step.named_children())
@@ -116,7 +124,7 @@ def _with_plan(unplanned: Forecast, candidates: Candidates, planned: Planned) ->
         busy=busy,
         exposed_us={queue: exposed_us(trace, queue) for queue in queues},
         ledger=_ledger(unplanned, candidates, planned),
-        load_host_bytes=sum(candidates.sizes.values()) + max(candidates.sizes.values(), default=0),
+        load_host_bytes=_loaded_nbytes(unplanned, candidates.sizes.values()),
         disk_read_bytes=plan.disk_read_bytes,
         disk_write_bytes=plan.disk_write_bytes,
         disk_days=plan.disk_days,

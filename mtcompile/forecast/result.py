@@ -162,7 +162,7 @@ def _lines(f: Forecast) -> list[str]:
         for tier, parts in (f.ledger or {}).items():
             told = ", ".join(f"{part} {gib(nbytes)}" for part, nbytes in parts.items() if nbytes)
             lines.append(f"  {tier}: {gib(f.peak_bytes[tier])}" + (f" = {told}" if told else ""))
-        lines.append(f"  host at load: {gib(f.load_host_bytes)}; at save: as in the step, since files are written from views")
+        lines.append(f"  host at load: {_at_load(f)}; at save: as in the step, since files are written from views")
         waits = f.exposed_us or {}
         shown = [_busy(queue, share, waits.get(queue, 0.0)) for queue, share in (f.busy or {}).items()]
         lines.append(f"  busy: {', '.join(shown)}")
@@ -194,6 +194,14 @@ def _advice(advice: tuple[Advice, ...]) -> list[str]:
     if not advice:
         return ["  no change that was planned gives 1 % more tokens a second"]
     return ["  largest gains, each planned quickly:", *(f"    {each}" for each in advice)]
+
+
+def _at_load(f: Forecast) -> str:
+    """Says what loading needs of the host; where it has not that much, what ``from_pretrained`` does."""
+    host, loaded = f.budget_bytes.get("host"), gib(f.load_host_bytes)
+    if host is None or f.load_host_bytes <= host or not f.budget_bytes.get("disk"):
+        return loaded
+    return f"{loaded}; it has less, so from_pretrained reads the weights to the disk, beside the plan's until the first step"
 
 
 def _busy(queue: str, share: float, exposed: float) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from mtcompile import knobs
 from mtcompile.api import compile
@@ -17,11 +21,24 @@ from mtcompile.checkpoint.shards import StoredTensor, stored_tensors
 from mtcompile.errors import BudgetError, CheckpointError
 from mtcompile.machine.system_files import memory_rooms, smallest_room
 from mtcompile.models.loading import configuration
+from mtcompile.optim.own_files import in_own_file, is_in_own_file
 from mtcompile.optim.precision import Precision, precision_named
-from mtcompile.options import parse_bytes
+from mtcompile.options import DiskBudget, parse_bytes, parse_disk
+from mtcompile.runtime.disk.errors import DiskError
+from mtcompile.runtime.disk.file import free_nbytes
+from mtcompile.runtime.disk.requests import whole_blocks
 from mtcompile.runtime.schedule import gib
 
 _MOST_NAMES = 3  # that an error lists
+_SMALL = 1 << 14  # bytes of tensors that stay in memory beside weights on disk
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Where weights may go: ``host`` bytes of memory (None: what is free) and, if they are too few, a disk."""
+
+    host: int | None
+    disk: DiskBudget | None
 
 
 def from_pretrained(
@@ -34,9 +51,10 @@ def from_pretrained(
 ) -> Any:
     """Loads weights from a local folder of safetensors files, tensor by tensor, and compiles the model.
 
-    Loading needs room for the weights plus one tensor: files are read by place, never whole. Before
-    anything is read, the sizes in the files' headers are compared with the host memory that there is. No code of the folder is
-    run, nothing is unpickled, and nothing is downloaded.
+    Loading needs room for the weights plus one tensor: files are read by place, never whole. Before anything is read, the
+    sizes in the files' headers are compared with the host memory that there is. If the weights do not fit, they go to
+    ``disk=``, where they take room beside the plan's own until the first step has moved them. No code of the folder is run,
+    nothing is unpickled, and nothing is downloaded.
 
     folder   a folder that ``save_pretrained`` wrote or that was fetched from the Hugging Face hub; or any folder, file or index
              of safetensors, together with ``model``
@@ -52,15 +70,15 @@ def from_pretrained(
     A model of Transformers is what its own ``from_pretrained`` returns: in evaluation mode, with names and layouts of older
     checkpoints converted, tied weights tied, missing weights initialized and reported. For a module, other names or shapes
     raise CheckpointError before anything is read. Raises BudgetError, with ``.minimum_bytes``, if
-    the weights do not fit into host memory.
+    the weights fit neither into host memory nor on the disk, and DiskError if that takes no files.
     """
     precision = precision_named(options.get("precision", "model"))
     tensors = stored_tensors(folder)
-    host = parse_bytes(options.get("host"), "host")
+    room = _Room(parse_bytes(options.get("host"), "host"), parse_disk(options.get("disk")))
     if isinstance(model, nn.Module):
-        loaded: Any = _into_module(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), host)
+        loaded: Any = _into_module(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), room)
     else:
-        loaded = _of_transformers(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), host)
+        loaded = _of_transformers(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), room)
     return compile(loaded if prepare is None else prepare(loaded), **options)
 
 
@@ -76,33 +94,57 @@ def _dtype(given: torch.dtype | str) -> torch.dtype | None:
     return None if given == "auto" else named
 
 
-def _check_room(folder: Path, nbytes: int, largest: int, dtype: torch.dtype | None, host: int | None) -> None:
-    """Raises BudgetError if weights of ``nbytes``, and one tensor of ``largest`` bytes beside them, exceed the host memory."""
-    rooms, needed = memory_rooms(), nbytes + largest
-    if host is not None:
-        rooms["in the budget host="] = host
+def _home(folder: Path, sizes: Iterable[int], widest: int, dtype: torch.dtype | None, room: _Room) -> Path | None:
+    """Returns the folder on disk where weights of these bytes go; None for host memory, if they fit there with one tensor of
+    ``widest`` bytes beside them. Raises BudgetError."""
+    sizes = list(sizes)
+    rooms, nbytes, needed = memory_rooms(), sum(sizes), sum(sizes) + widest
+    if room.host is not None:
+        rooms["in the budget host="] = room.host
     smallest = smallest_room(rooms)
     if smallest is None or needed <= smallest[1]:
-        return
-    limit, room = smallest
+        return None
+    limit, free = smallest
     kind = "of several dtypes" if dtype is None else f"as {str(dtype).removeprefix('torch.')}"
+    if room.disk is not None and (least := 2 * widest + sum(size for size in sizes if size < _SMALL)) <= free:
+        on_disk, there = sum(map(whole_blocks, sizes)), min(room.disk.nbytes, free_nbytes(room.disk.folder))
+        if on_disk <= there:
+            return room.disk.folder
+        raise BudgetError(
+            f"expected room for {gib(on_disk)} on disk={room.disk.folder} to load {folder} (weights {kind}), which host memory "
+            f"has no room for, found {gib(there)}. Nothing was read. Until the first step has moved them, weights are there "
+            "beside what its plan puts there. Pass a larger size, or free space there",
+            on_disk,
+            "disk",
+        )
+    if room.disk is not None:
+        raise BudgetError(
+            f"expected {gib(least)} of host memory to load {folder} to disk={room.disk.folder} (twice the largest tensor "
+            f"{kind}, while it is converted), found {gib(free)} {limit}. Nothing was read. Pass or free so much",
+            least,
+            "host",
+        )
     shortage = (
         f"expected {gib(needed)} of host memory to load {folder} ({gib(nbytes)} of weights {kind}, and the largest tensor "
     )
-    half = nbytes // 2 + largest
-    step = f"free {gib(needed - room)} more, or use a machine that has them"
+    half = nbytes // 2 + widest
+    step = f"free {gib(needed - free)} more, or use a machine that has them"
     if limit.startswith("in the budget"):
         step = f'host="{-(-needed // 2**20)}MiB"'
-    elif dtype == torch.float32 and half <= room:
+    elif dtype == torch.float32 and half <= free:
         step = f'precision="bf16", which takes {gib(half)}'
-    raise BudgetError(f"{shortage}while it is read), found {gib(room)} {limit}. Nothing was read. Try: {step}", needed)
+    raise BudgetError(
+        f"{shortage}while it is read), found {gib(free)} {limit}. Nothing was read. Try: {step}, or a disk: "
+        'host="SIZE", disk="/path:SIZE"',
+        needed,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ Transformers
 
 
 def _of_transformers(
-    folder: Path, tensors: Mapping[str, StoredTensor], model: Any, dtype: torch.dtype | None, host: int | None
+    folder: Path, tensors: Mapping[str, StoredTensor], model: Any, dtype: torch.dtype | None, room: _Room
 ) -> Any:
     """Returns the model that Transformers makes of the folder's configuration, and of tensors read when it asks for them."""
     if not folder.is_dir() or not (folder / "config.json").is_file():
@@ -118,10 +160,12 @@ def _of_transformers(
         dtype = named or next((each.dtype for each in tensors.values() if each.dtype.is_floating_point), torch.float32)
     model_class = _model_class(model, config)
     widest = max((each.nbytes_as(dtype) for each in tensors.values()), default=0)  # layouts of older files are converted
-    _check_room(folder, sum(each.nbytes_as(dtype) for each in tensors.values()), widest, dtype, host)
+    home = _home(folder, [each.nbytes_as(dtype) for each in tensors.values()], widest, dtype, room)
     try:
-        with knobs.transformers_load_in_order():
+        with knobs.transformers_load_in_order(), _registered_parameters_on(home):
             loaded = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+    except DiskError:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{folder} could not be loaded as {model_class.__name__}: {first_line(error)}. Check that its files belong "
@@ -133,6 +177,26 @@ def _of_transformers(
 
         loaded.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return loaded
+
+
+@contextlib.contextmanager
+def _registered_parameters_on(folder: Path | None) -> Iterator[None]:
+    """Puts parameters that modules get in this thread into files of their own in ``folder``; None: leaves them in memory."""
+    thread = threading.get_ident()
+
+    def place(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        placed = threading.get_ident() != thread or type(parameter) is not nn.Parameter or parameter.device.type != "cpu"
+        if folder is None or placed or parameter.nbytes < _SMALL or is_in_own_file(parameter):
+            return None
+        own = nn.Parameter(in_own_file(parameter.detach(), folder), requires_grad=parameter.requires_grad)
+        own.__dict__.update(parameter.__dict__)  # such as what Transformers notes of initialized ones
+        return own
+
+    handle = register_module_parameter_registration_hook(place)  # type: ignore[arg-type]  # it may return a parameter
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _model_class(model: Any, config: Any) -> Any:
@@ -161,7 +225,7 @@ def _model_class(model: Any, config: Any) -> Any:
 
 
 def _into_module(
-    folder: Path, tensors: Mapping[str, StoredTensor], module: nn.Module, dtype: torch.dtype | None, host: int | None
+    folder: Path, tensors: Mapping[str, StoredTensor], module: nn.Module, dtype: torch.dtype | None, room: _Room
 ) -> nn.Module:
     """Gives a module's parameters and buffers the values of their names. ``dtype``: of floating-point parameters; None: their
     own. Everything is compared before anything is read, and a module on "meta" gets its memory then."""
@@ -176,7 +240,7 @@ def _into_module(
     sizes = [own[name].numel() * wanted[name].itemsize for name in chosen.values() if own[name].is_meta]
     widest = max((tensors[name].nbytes_as(wanted[name]) for name in chosen.values()), default=0)
     kinds = {each for each in wanted.values() if each.is_floating_point}
-    _check_room(folder, sum(sizes), widest, kinds.pop() if len(kinds) == 1 else None, host)
+    home = _home(folder, sizes, widest, kinds.pop() if len(kinds) == 1 else None, room)
     new: dict[int, Tensor] = {}
     for identity, name in chosen.items():
         tensor, read = own[name], tensors[name].read(wanted[name]).to(wanted[name])
@@ -184,6 +248,8 @@ def _into_module(
             with torch.no_grad():
                 tensor.copy_(read)
         else:
+            if home is not None and read.nbytes >= _SMALL:
+                read = in_own_file(read, home)
             parameter = isinstance(tensor, nn.Parameter)
             new[identity] = nn.Parameter(read, requires_grad=tensor.requires_grad) if parameter else read
     new |= {id(module.get_buffer(name)): buffer for name, buffer in values.items()}

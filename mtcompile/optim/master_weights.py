@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from mtcompile import knobs
 from mtcompile.errors import StepError
 from mtcompile.optim.disk_state import Homes, Staged
+from mtcompile.optim.own_files import beside
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import STATES
 from mtcompile.optim.training_state import numbered
@@ -115,6 +116,7 @@ class Masters:
             self._frozen[id(parameter)] = name, parameter, True
             return
         high, remainder = split(parameter.detach().float())
+        high, remainder = beside(parameter.data, high), beside(parameter.data, remainder)
         parameter.grad = None
         parameter.data = high
         if not parameter.requires_grad:
@@ -394,5 +396,5 @@ def cast(model: nn.Module, precision: Precision) -> Masters | None:
     if precision.weights is not None:
         for parameter in model.parameters():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(precision.weights)
+                parameter.data = beside(parameter.data, parameter.data.to(precision.weights))
     return None

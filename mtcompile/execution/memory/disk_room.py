@@ -9,37 +9,53 @@ from typing import Any
 from torch import fx, nn
 
 from mtcompile import knobs
+from mtcompile.errors import CaptureError
 from mtcompile.execution.compiled import LiveFrames
 from mtcompile.execution.memory.fragments import parameter_homes
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.machine.device import host_room
 from mtcompile.options import DiskBudget
+from mtcompile.passes.analysis.state import is_trained
 from mtcompile.passes.cuts.fragments.cut import homes_between
 from mtcompile.passes.planning.problem import Planned
-from mtcompile.passes.step_graph import fragments_of
+from mtcompile.passes.step_graph import fragments_of, inputs_of
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk import direct
 from mtcompile.runtime.disk.file import free_nbytes
 from mtcompile.runtime.disk.spares import Spare
-from mtcompile.runtime.disk.store import DEPTH, DiskStore, piece_nbytes
+from mtcompile.runtime.disk.store import DEPTH, DiskStore, piece_nbytes, staging_nbytes
 from mtcompile.torch_private import shares_storage
 
 
-def room_nbytes(disk: DiskBudget, parameters: ParameterStore, frames: LiveFrames) -> int:
-    """Returns the bytes that may be on disk: as asked for, or fewer if there is no room, less those of waiting forwards."""
+def room_nbytes(disk: DiskBudget, parameters: ParameterStore, frames: LiveFrames, loaded: int) -> int:
+    """Returns the bytes that may be on disk: as asked for, or fewer if there is no room, less those of waiting forwards.
+    ``loaded``: bytes of weights that wait there for their first step."""
     taken = 0 if parameters.disk is None else parameters.disk.all_reserved_nbytes
     moved = 0 if parameters.disk is None else parameters.disk.moved_nbytes
-    return min(disk.nbytes, taken + free_nbytes(disk.folder)) - moved - frames.disk_nbytes()
+    return min(disk.nbytes - loaded, taken + free_nbytes(disk.folder)) - moved - frames.disk_nbytes()
 
 
-def limits(disk: DiskBudget, device: Device, parameters: ParameterStore, frames: LiveFrames) -> dict[str, Any]:
-    """Returns the fields of budgets that the disk and the environment decide."""
+def limits(disk: DiskBudget, parameters: ParameterStore, frames: LiveFrames, model_nbytes: int, loaded: int) -> dict[str, Any]:
+    """Returns the fields of budgets that the disk and the environment decide, for a model of that size. ``loaded``: see
+    ``room_nbytes``."""
     return {
-        "disk": room_nbytes(disk, parameters, frames),
+        "disk": room_nbytes(disk, parameters, frames, loaded),
+        "disk_staging": staging_nbytes(model_nbytes),
         "disk_slowdown": knobs.disk_slowdown(),
         "disk_days": knobs.disk_days(),
-        "disk_direct": _reads_directly(disk, device, parameters),
+        "disk_direct": _reads_directly(disk, parameters.device, parameters),
     }
+
+
+def check_frozen(step: fx.GraphModule, fixed: Mapping[str, str], trains: bool) -> None:
+    """Raises CaptureError for a parameter that went to disk frozen, and is to train now. ``fixed``: the tiers of homes;
+    ``trains``: whether optimizer.step() updates what trains, which must be in memory then."""
+    for spec, _ in inputs_of(step) if trains else ():
+        if is_trained(spec) and fixed.get(step.meta["homes"].get(spec.name, "")) == "disk":
+            raise CaptureError(
+                f'{spec.name} is on disk, where only frozen weights can be without update="backward", and trains now. '
+                "Freeze it again, or compile a new model with what trains set from the start"
+            )
 
 
 def _reads_directly(disk: DiskBudget, device: Device, parameters: ParameterStore) -> bool | None:

@@ -76,12 +76,11 @@ class KnownCalls:
         """Tells whether a call of just that size is known."""
         return any(sizes == call.sizes for sizes, _ in self.by_kind.get(call.kind, ()))
 
-    def nbytes(self, call: CallSize, growth: float | None = _GROWTH) -> int | None:
+    def nbytes(self, call: CallSize) -> int | None:
         """Returns the most bytes that a call takes: those of a known call that is as large in each size; or of one whose sizes
-        it exceeds by at most ``growth`` (None: by any), times the square of what each size has grown by. Sizes of several
-        tensors that have grown alike are taken for one. None for a call like no known one."""
-        known = self.by_kind.get(call.kind, ())
-        near = ((sizes, nbytes) for sizes, nbytes in known if growth is None or _near(call.sizes, sizes, growth))
+        it exceeds by at most a quarter, times the square of what each size has grown by. Sizes of several tensors that have
+        grown alike are taken for one. None for a call like no known one."""
+        near = ((sizes, nbytes) for sizes, nbytes in self.by_kind.get(call.kind, ()) if _near(call.sizes, sizes))
         return min((_scaled(nbytes, sizes, call.sizes) for sizes, nbytes in near), default=None)
 
     def most(self, call: CallSize) -> int | None:
@@ -103,9 +102,9 @@ class KnownCalls:
             del self.by_kind[next(iter(self.by_kind))]
 
 
-def _near(sizes: Sizes, known: Sizes, growth: float) -> bool:
+def _near(sizes: Sizes, known: Sizes) -> bool:
     pairs = (pair for shapes in zip(sizes, known, strict=True) for pair in zip(*shapes, strict=True))
-    return all(size <= growth * before for size, before in pairs)
+    return all(size <= _GROWTH * before for size, before in pairs)
 
 
 def _scaled(nbytes: int, known: Sizes, sizes: Sizes) -> int:

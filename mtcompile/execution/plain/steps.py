@@ -38,7 +38,7 @@ class PlainSteps:
     def room_for(self, model: nn.Module, size: CallSize) -> int | None:
         """Returns the bytes that a plain step of that size takes at most; None if it has a program, or needs one."""
         session, budget = self.session, self.session.options.memory
-        planned = self._planned.nbytes(size, None)
+        planned = self._planned.most(size)
         if planned is None or self._planned.has(size) or budget is None:
             return None
         tiers = session.parameters.tiers_at_home()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import os
 import random
 import signal
@@ -84,6 +85,7 @@ class Training:
     """A compiled model that can be put back to its state after two steps, and what a third one makes of it."""
 
     def __init__(self, way: str, folder: Path) -> None:
+        gc.collect()  # models of earlier tests, with the descriptors of their disks
         model, self.batch = subject(way)
         options = {"memory": 0, **WAYS[way]}
         if way in DISKS:

@@ -369,7 +369,7 @@ def test_what_a_call_takes_is_known_for_smaller_ones_and_estimated_for_slightly_
     assert known.nbytes(size((4, 100))) == known.nbytes(size((1, 7))) == 1000
     assert known.nbytes(size((4, 110))) == 1210
     assert known.nbytes(size((4, 126))) is None
-    assert known.nbytes(size((4, 200)), None) == 4000
+    assert known.most(size((4, 200))) == 4000
     assert known.nbytes(size((5, 60))) == 1563
     assert known.nbytes(size((1, 1), training=False)) is None
     assert known.most(size((4, 100))) == known.most(size((4, 99))) == 1000
