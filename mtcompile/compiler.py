@@ -41,7 +41,7 @@ from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole,
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.accumulate import repeat
 from mtcompile.passes.joint.batch.joining import Micro, joining_of
-from mtcompile.passes.joint.build import InputHomes, build
+from mtcompile.passes.joint.build import InputHomes, built_once
 from mtcompile.passes.joint.exceptions import contract
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
@@ -193,7 +193,7 @@ def planning_problem(
     ``like``: the same graph at another size, whose regions are reused. ``apart``: False if frozen weights share the homes of
     those that train, whatever the placement says."""
     homes = placement.input_homes(joint.graph)
-    step = build(joint.graph, whole, like, homes if apart else replace(homes, frozen_apart=False), joint.shared)
+    step = built_once(joint.graph, whole, like, homes if apart else replace(homes, frozen_apart=False), joint.shared)
     budgets, fixed_homes = placement.constraints(step)
     return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics)
 
@@ -317,7 +317,7 @@ class _Forms:
 
     def find(self, step: _Form) -> Planned | None:
         try:
-            self.planned[step] = planned = PlannedStep(step.joint, *plan_for(step.joint, self.target, self.placement))
+            self.planned[step] = planned = PlannedStep(step.joint, *plan_for(step, self.target, self.placement))
         except DoesNotFit as error:
             self.errors[step] = self.placement.refusal(error)
             raise
@@ -331,11 +331,11 @@ class _Forms:
         return self._by_form[key]
 
 
-def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> tuple[PlanningProblem, Planned]:
+def plan_for(form: _Form, target: Target, placement: RunnablePlacement) -> tuple[PlanningProblem, Planned]:
     """Returns the problem and its plan: that of the same step at other sizes, if it serves as well. With kernels that fuse,
     takes one region per phase if everything fits. If nothing fits beside parameters that earlier programs keep on the device,
     sends these home and plans again. Raises DoesNotFit."""
-    options, machine, workspace = target.options, target.machine, target.toolchain.eager.workspace
+    joint, options, machine, workspace = form.joint, target.options, target.machine, target.toolchain.eager.workspace
     serves_others = options.policy == FASTEST and not target.beside and options.disk is None and "cut" not in joint.graph.meta
     key, apart = structure(joint.graph), options.disk is None  # with one, frozen weights are apart if they may go there
     while True:
@@ -350,9 +350,9 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
             if (resident := resident_plan(whole)) is not None and leaves_room(whole.budgets, resident.schedule, target.beside):
                 return whole, resident
         try:
-            find = functools.partial(plan_beside, policy=options.policy, beside=target.beside)
+            find = functools.partial(plan_beside, form.candidates, policy=options.policy, beside=target.beside)
             roomy = functools.partial(leaves_room, problem.budgets, beside=target.beside)
-            problem, planned = within_disk(problem, find, roomy, apart)
+            problem, planned = within_disk(problem, find, roomy, apart, form.candidates)
         except DoesNotFit as error:
             if not apart and error.tier == "host" and problem.budgets.disk is not None:
                 placement.separate_frozen()
@@ -365,10 +365,10 @@ def plan_for(joint: JointStep, target: Target, placement: RunnablePlacement) -> 
             return problem, planned
 
 
-def plan_beside(problem: PlanningProblem, policy: str, beside: int) -> tuple[PlanningProblem, Planned]:
+def plan_beside(known: Candidates, problem: PlanningProblem, policy: str, beside: int) -> tuple[PlanningProblem, Planned]:
     """Returns the fastest plan found that leaves room for what ``beside`` more forwards of it hold, and the problem that it
-    solves, whose device budget is a part of the whole. Raises DoesNotFit."""
-    candidates = Candidates(problem, _tell, cache.search_store(problem))
+    solves, whose device budget is a part of the whole. Raises DoesNotFit. ``known``: of a problem that may differ in limits."""
+    candidates = Candidates.like(known, problem, cache.search_store(problem))
 
     def planned_within(nbytes: int | None) -> tuple[PlanningProblem, Planned]:
         part = replace(problem, budgets=replace(problem.budgets, device=nbytes))

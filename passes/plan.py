@@ -41,6 +41,9 @@ class Decision:
     values: tuple[str, ...] = ()
 
 
+_ORIGINS = 3  # that decisions know: some of these are seldom evaluated
+
+
 class Decisions(tuple[Decision, ...]):
     """Decisions that are found by kind and subject; of several about one subject, the first counts. Plans of large models make
     hundreds, and differ from others in a few: what is known of one plan's is kept for those made of it."""
@@ -55,6 +58,16 @@ class Decisions(tuple[Decision, ...]):
     def identity(self) -> int:
         """A number that is equal for decisions with equal effects, in any order and whatever their reasons."""
         return sum(map(_identity, self.by_subject.values()))
+
+    @cached_property
+    def token(self) -> object:
+        """Stands for these decisions where they would be kept too long."""
+        return object()
+
+    @cached_property
+    def origins(self) -> tuple[tuple[object, frozenset[tuple[str, str]]], ...]:
+        """The decisions that these were made of, as tokens, the last ones first, with the kinds and subjects that differ."""
+        return ()
 
     @cached_property
     def recomputed(self) -> int:
@@ -73,6 +86,9 @@ class Decisions(tuple[Decision, ...]):
         decisions = Decisions(index.values())
         known = decisions.__dict__
         known["by_subject"], left = index, [d for d in before if d is not None]
+        changed = frozenset(changes)
+        further = [(token, changed | others) for token, others in self.origins[: _ORIGINS - 1]]
+        known["origins"] = (self.token, changed), *further
         if "identity" in self.__dict__:
             known["identity"] = self.identity - sum(map(_identity, left)) + sum(map(_identity, changes.values()))
         if "recomputed" in self.__dict__:

@@ -25,6 +25,8 @@ from mtcompile.passes.step_graph import copy_step
 
 # These look at how good plans are. What all other tests show does not depend on it.
 _SEARCHED_WHOLE = ("tests/passes/planning/", "tests/forecast/test_golden.py")
+# These look at forms of a step. All others go on without comparing any, if the first one fits.
+_COMPARED = ("tests/passes/", "tests/forecast/")
 # These look at what is traced and measured.
 _TRACED_EACH = ("tests/capture/", "tests/kernels/", "tests/torch_private/")
 _FEW = 2  # plans of a local search, and of each ladder of candidates
@@ -55,6 +57,9 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(frontier, "ROUNDS", 1)
         monkeypatch.setattr(lean, "_SOME_HOMES", 0)  # few ways to need little of the host
         monkeypatch.setattr(compare, "_HALVINGS", 4)  # a form's least bytes are known less exactly
+    if not request.node.nodeid.startswith(_COMPARED):
+        monkeypatch.setattr(compare, "_NEAR", 1e9)
+        monkeypatch.setattr(compare, "_NEAR_LARGE", 1e9)
 
 
 @pytest.fixture(scope="session", autouse=True)

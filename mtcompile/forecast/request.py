@@ -237,10 +237,10 @@ def fastest(candidates: Candidates, device: int | None, host: int | None) -> Pla
         nonlocal searched
         known = searched.problem
         if (fixed.fixed_homes, fixed.budgets.disk) != (known.fixed_homes, known.budgets.disk):
-            searched = Candidates(fixed, candidates.progress, search_store(fixed))
+            searched = Candidates.like(candidates, fixed, search_store(fixed))
         return fixed, recalled(fixed, FASTEST, lambda known: searched.best(device, fixed.budgets.host, known))
 
-    return within_disk(problem, find)[1]
+    return within_disk(problem, find, known=candidates)[1]
 
 
 def _micro(joint: fx.GraphModule, request: ForecastRequest) -> Micro:

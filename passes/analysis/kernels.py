@@ -21,12 +21,14 @@ Kernels = dict[str, fx.GraphModule]  # key -> kernel; one registry for a step gr
 @dataclass(frozen=True, slots=True)
 class Shared:
     """The common part of step graphs that have most kernels in common. ``memo``: what is known of the ``kernels``. ``bodies``:
-    kernels, and which of their results they clone, by what they are made from. ``rewritten``: joint graphs by form."""
+    kernels, and which of their results they clone, by what they are made from. ``rewritten``: joint graphs by form. ``built``:
+    a joint graph, the homes of its inputs, and the step graph built of both."""
 
     kernels: Kernels = field(default_factory=dict)
     memo: dict[Hashable, Any] = field(default_factory=dict)
     bodies: dict[Hashable, tuple[fx.GraphModule, list[bool]]] = field(default_factory=dict)
     rewritten: dict[Any, Any] = field(default_factory=dict)
+    built: list[tuple[fx.GraphModule, object, fx.GraphModule]] = field(default_factory=list)
 
     def keep_only(self, *steps: fx.GraphModule) -> None:
         """Forgets kernels of other steps, and all that would be found out again."""
@@ -36,6 +38,7 @@ class Shared:
         self.memo.clear()
         self.bodies.clear()
         self.rewritten.clear()
+        self.built.clear()
 
 
 def kernel_key(body: fx.Graph) -> str:

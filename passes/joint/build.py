@@ -64,6 +64,18 @@ ROLE_OF_RESULT = {"output": "output", "grad": "grad", "mutation": "buffer"}  # b
 AT_HOME = InputHomes()  # nothing is known yet
 
 
+def built_once(
+    joint: fx.GraphModule, whole: bool, like: fx.GraphModule | None, homes: InputHomes, shared: Shared | None
+) -> fx.GraphModule:
+    """Returns the step graph that ``build`` makes, or has made of the same joint graph for the same homes."""
+    known = [] if whole or like is not None or shared is None else shared.built
+    step = next((each for of, where, each in known if of is joint and where == homes), None)
+    if step is None:
+        step = build(joint, whole, like, homes, shared)
+        known.append((joint, homes, step))
+    return step
+
+
 def build(
     joint: fx.GraphModule,
     whole: bool = False,

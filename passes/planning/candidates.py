@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import inf
-from typing import Self
+from typing import TYPE_CHECKING
 
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
 from mtcompile.passes.draft import draft_of
@@ -22,16 +22,7 @@ from mtcompile.passes.planning.evaluate import completed, evaluate, exact, ident
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.lean import lean_plans, slower_than_some
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
-from mtcompile.passes.planning.frontier import (
-    Point,
-    choose,
-    fits,
-    fits_host,
-    frontiers_of,
-    missing_nbytes,
-    pareto,
-    undominated,
-)
+from mtcompile.passes.planning.frontier import Point, choose, fits, fits_host, frontiers, missing_nbytes, pareto, undominated
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
 from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.program import Infeasible, NoSolver
@@ -41,8 +32,12 @@ from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, Store, no_progress
 from mtcompile.passes.planning.search import refine, unseen_neighbours
+from mtcompile.passes.rewrites.casts import may_cast
 from mtcompile.passes.step_graph import kernel_of, regions
 from mtcompile.runtime.schedule import Schedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing's from Python 3.11 on
 
 # Limits count evaluations, not seconds, so that the same input gives the same plan. One takes time in proportion to regions.
 _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
@@ -66,6 +61,7 @@ class Candidates:
         self.open_params = {b: nbytes for b, nbytes in self.sizes.items() if b not in problem.fixed_homes}
         self.base, self.draft = decided(problem, self.sizes), draft_of(problem.step)
         self.evaluations = 0
+        self._akin: Candidates | None = None  # of a problem whose plans have the same figures
         self._figures: dict[Hashable, tuple[Mapping[str, int], float, float]] = {}  # peaks, times; schedules would fill memory
         self._paces: dict[Hashable, Updates | None] = {}
         self._points: list[Point] = []
@@ -77,11 +73,16 @@ class Candidates:
         self._bounding: dict[bool, Relaxed] = {}  # the bounds that were asked for last, by whether the host had no limit
 
     @classmethod
-    def like(cls, known: Candidates, problem: PlanningProblem) -> Self:
-        """Returns the candidates of a problem, with all that is ``known`` if it is of one that differs in its limits alone."""
-        candidates = cls(problem)
+    def like(cls, known: Candidates, problem: PlanningProblem, store: Store | None = None) -> Self:
+        """Returns the candidates of a problem, with all that is ``known`` if it is of one that differs in its limits alone, and
+        with what is known of each plan if plans have the same figures there."""
         if problem.differs_in_limits(known.problem):
-            vars(candidates).update(vars(known) | {"problem": problem, "store": None})
+            candidates = cls.__new__(cls)
+            vars(candidates).update(vars(known) | {"problem": problem, "store": store})
+            return candidates
+        candidates = cls(problem, known.progress, store)
+        if problem.has_same_figures(known.problem):
+            candidates._akin, candidates._figures, candidates._paces = known, known._figures, known._paces
         return candidates
 
     def evaluate(self, plan: Plan) -> Candidate:
@@ -154,11 +155,13 @@ class Candidates:
 
     @cached_property
     def _evaluator(self) -> Evaluator:
-        return Evaluator(self.problem, self.draft, self._casts)
+        akin = None if self._akin is None else self._akin._evaluator
+        return Evaluator(self.problem, self.draft, self._casts, known=akin)
 
     @cached_property
-    def _casts(self) -> bool:  # whether the host may cast anything
-        return any(i.work == "convert" for i in self._streamed.instructions)
+    def _casts(self) -> bool:
+        """Whether the host may cast anything."""
+        return may_cast(self.problem.step) and any(i.work == "convert" for i in self._streamed.instructions)
 
     @cached_property
     def _relaxed(self) -> Solve:
@@ -241,8 +244,8 @@ class Candidates:
         """Returns the best plan for these budgets, at an evaluated point or between two. Raises DoesNotFit and _Stale."""
         budgets = problem.budgets
         points = self._points_for(budgets)
-        frontiers = frontiers_of([*self._points, *self._variants] if self._casts else self._points)
-        chosen = [choose(points, within, self._evaluated, budgets) for within in frontiers]
+        compared = [*self._points, *self._variants] if self._casts else self._points
+        chosen = [choose(points, within, self._evaluated, budgets) for within in frontiers(compared)]
         point = min(chosen, key=lambda one: (one.time_us, one.peak))
         candidate = self._with_less_on_host(self._improvement(self._again(point), budgets), budgets)
         fewest = min(point.peak for point in points if fits_host(point, budgets))
@@ -259,10 +262,9 @@ class Candidates:
             varied = [plan] if less is None else [plan, self.evaluate(less).plan]
             return [one for one in varied if fits(one, budgets) and one.total_us >= plan.total_us]
 
-        plan = candidate.plan
-        if budgets.host is not None:
+        plan = climbs.best(budgets.device, candidate.plan, fitting, budgets.host)
+        if budgets.host is not None:  # none of these is faster than what needs more of the host: that may fit
             plan = self._climbs_on_hosts(climbs).best(budgets.device, budgets.host, plan)
-        plan = climbs.best(budgets.device, plan, fitting, budgets.host)
         return candidate if plan is candidate.plan else self.evaluate(plan)
 
     @property
@@ -286,8 +288,8 @@ class Candidates:
 
     def _evaluated(self, plan: Plan) -> Plan:
         """Returns the plan with its figures, with casts where they are faster: the host may be busier than the link."""
-        plans = [replace(plan, narrow=narrow) for narrow in ((True, False) if self._casts else (plan.narrow,))]
-        return min((self._paced(one).plan for one in plans), key=lambda one: one.total_us)
+        ways = (True, False) if self._casts else (plan.narrow,)
+        return min((self._paced(replace(plan, narrow=narrow)).plan for narrow in ways), key=lambda one: one.total_us)
 
     def _again(self, point: Point) -> Candidate:
         """Returns the point with its schedule. Raises _Stale."""

@@ -71,7 +71,7 @@ def frontier_within(points: Iterable[Point], host: int | None) -> Frontier:
     return Frontier(host, pareto(point for point in points if host is None or point.plan.peak_bytes["host"] <= host))
 
 
-def frontiers_of(points: Sequence[Point]) -> list[Frontier]:
+def frontiers(points: Sequence[Point]) -> list[Frontier]:
     """Returns the frontiers whose gaps budgets look into: of all points, and of those that need less of the host than some.
     They are the same for every budget, so that a larger one is never slower."""
     needs = sorted({point.plan.peak_bytes["host"] for point in undominated(points)})

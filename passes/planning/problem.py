@@ -33,11 +33,19 @@ class PlanningProblem:
 
     def differs_in_limits(self, other: PlanningProblem) -> bool:
         """Tells whether it differs from another problem at most in the bytes of its device and its host."""
-        return self.step is other.step and self._without_limits() == other._without_limits()
+        return self.has_same_figures(other) and self._without_limits() == other._without_limits()
+
+    def has_same_figures(self, other: PlanningProblem) -> bool:
+        """Tells whether each plan of another problem has the same peaks and times: limits and fixed homes may differ."""
+        return self.step is other.step and self._of_figures() == other._of_figures()
 
     def _without_limits(self) -> tuple[object, ...]:
-        budgets = replace(self.budgets, device=None, host=None)
-        return self.machine, budgets, self.workspace, self.fixed_homes, self.numerics
+        return replace(self.budgets, device=None, host=None), self.fixed_homes, self.numerics
+
+    def _of_figures(self) -> tuple[object, ...]:
+        disk = None if self.budgets.disk is None else 0
+        budgets = replace(self.budgets, device=None, host=None, disk=disk, disk_takes=(), disk_direct=None)
+        return self.machine, self.workspace, replace(budgets, disk_slowdown=0.0, disk_days=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,12 @@ def cast_on_host(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     return step
 
 
+def may_cast(step: fx.GraphModule) -> bool:
+    """Tells whether a region casts anything, so that some plan may cast it at home."""
+    kernels = {id(kernel): kernel for kernel in (kernel_of(step, call) for call in calls(step) if is_region(call))}
+    return any(node.target is _CAST for kernel in kernels.values() for node in kernel.graph.nodes)
+
+
 def _sized(val: torch.Tensor) -> dict[str, Any]:
     return {"val": val, "nbytes": aligned(span_nbytes(val))}
 

@@ -72,7 +72,7 @@ def compiled(model: nn.Module) -> Any:
     return mtcompile.compile(model, memory="64MiB", device="cpu")
 
 
-@pytest.mark.parametrize("options", [{}, {"mask_check": False}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"mask_check": False}, marks=pytest.mark.long)])
 def test_an_encoder_packs_its_tokens_in_evaluation_as_in_a_plain_run(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     plain = Model(encoder(**options), lambda layer, x: layer(x, src_key_padding_mask=PADDED))

@@ -262,6 +262,10 @@ def trace_whole(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(joint_module, "shortened", lambda description, path_of: None)
 
 
+# More of what others show: several stacks, numbers that blocks count, and a block that differs from the others.
+_LONG = ("two stacks", "one weight read by all", "counted", "one frozen")
+
+
 @pytest.fixture
 def inputs_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many inputs the graphs have that torch traces."""
@@ -277,8 +281,7 @@ def inputs_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [
         pytest.param(
             case,
-            marks=[pytest.mark.slow] * (case != "plain")
-            + [pytest.mark.long] * (case in ("two stacks", "one weight read by all", "counted")),
+            marks=[pytest.mark.slow] * (case != "plain") + [pytest.mark.long] * (case in _LONG),
         )
         for case in (*STAMPED, *WHOLE)
     ],

@@ -413,7 +413,7 @@ def consistent(folder: Path) -> int:
 def test_two_writers_take_turns_or_are_refused(tmp_path: Path) -> None:
     processes = [writer(tmp_path, value) for value in (1, 2)]
     said = []
-    for _ in range(12):
+    for _ in range(6):
         for process in processes:
             assert process.stdout is not None
             said.append(process.stdout.readline().strip())

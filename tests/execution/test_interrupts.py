@@ -23,6 +23,7 @@ from torch import Tensor
 
 import mtcompile
 from mtcompile.execution.runner import write_buffers
+from mtcompile.runtime import workers as worker_threads
 from mtcompile.runtime.devices.cpu import CpuMemory
 from mtcompile.runtime.workers import Progress, Worker
 from tests.helpers.models import Small
@@ -221,6 +222,7 @@ def test_an_interrupt_at_any_call(way: str, request: pytest.FixtureRequest) -> N
 
 @pytest.mark.parametrize("way", ["step", "backward", "ahead"])
 def test_a_worker_that_cannot_start(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_threads, "_LATEST_START_S", 0.05)  # one that failed is not waited for as long
     training, start = training_of(way), Worker.start
     raised = 0
     for fails_at in range(1, 7):

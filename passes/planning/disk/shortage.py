@@ -20,11 +20,11 @@ def surely_short(problem: PlanningProblem) -> int:
     return persistent_nbytes(problem.step, base, budgets)["host"] - budgets.device - budgets.host
 
 
-def short_of_host(problem: PlanningProblem, tiers: tuple[Choice, ...] = ("host", "device")) -> int:
+def short_of_host(problem: PlanningProblem, known: Candidates, tiers: tuple[Choice, ...] = ("host", "device")) -> int:
     """Returns the bytes that the host lacks for plans that recompute everything, fetch nothing ahead, and have as many homes on
-    the device as fit there, in a few orders; of few homes, any that fit. ``tiers``: where what crosses blocks may wait. 0 where
-    none of them fits the device."""
-    budgets, candidates = problem.budgets, Candidates(problem)
+    the device as fit there, in a few orders; of few homes, any that fit. ``known``: of the same step; ``tiers``: where what
+    crosses blocks may wait. 0 where none of them fits the device."""
+    budgets, candidates = problem.budgets, Candidates.like(known, problem)
     if budgets.host is None or budgets.device is None:
         return 0
     sizes, needs = candidates.sizes, list[int]()

@@ -37,19 +37,27 @@ _WORTH = 0.98  # of the time without activations on disk: what a plan that write
 
 
 def within_disk(
-    problem: PlanningProblem, find: Find, roomy: Roomy = lambda schedule: True, homes_move: bool = True
+    problem: PlanningProblem,
+    find: Find,
+    roomy: Roomy = lambda schedule: True,
+    homes_move: bool = True,
+    known: Candidates | None = None,
 ) -> tuple[PlanningProblem, Planned]:
     """Returns the problem, with the homes on disk that its plan needs there, and its plan. ``find``: plans a problem, whose
     device budget it may lower, or raises DoesNotFit, as this does. ``roomy``: tells whether a schedule leaves enough room for
     others beside it. ``homes_move``: False to raise DoesNotFit where homes do not fit the host, unless some are on disk. Where
-    the budgets leave open whether weights on disk are read straight to the device, it plans both."""
-    if problem.budgets.disk is None or problem.budgets.disk_direct is not None:
-        return _within_disk(problem, find, roomy, homes_move)
+    the budgets leave open whether weights on disk are read straight to the device, it plans both. ``known``: of the same
+    step."""
+    if problem.budgets.disk is None:
+        return find(problem)
+    known = known or Candidates(problem)
+    if problem.budgets.disk_direct is not None:
+        return _within_disk(problem, known, find, roomy, homes_move)
     ways = [replace(problem, budgets=replace(problem.budgets, disk_direct=direct)) for direct in (False, True)]
     planned, refused = list[tuple[PlanningProblem, Planned]](), list[DoesNotFit]()
     for way in ways:
         try:
-            planned.append(_within_disk(way, find, roomy, homes_move))
+            planned.append(_within_disk(way, known, find, roomy, homes_move))
         except DoesNotFit as error:
             refused.append(error)
         if planned and "disk" not in planned[0][0].fixed_homes.values():
@@ -59,21 +67,22 @@ def within_disk(
     return min(planned, key=lambda each: each[1].plan.total_us)
 
 
-def _within_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_move: bool) -> tuple[PlanningProblem, Planned]:
+def _within_disk(
+    problem: PlanningProblem, known: Candidates, find: Find, roomy: Roomy, homes_move: bool
+) -> tuple[PlanningProblem, Planned]:
     """Plans with any homes on disk. If none fits, plans once more with those on the host whose updates on disk would take more
     of the host than they take there, such as a large embedding's."""
     try:
-        return _with_any_on_disk(problem, find, roomy, homes_move)
+        return _with_any_on_disk(problem, known, find, roomy, homes_move)
     except DoesNotFit as error:
-        if error.tier != "host" or problem.budgets.disk is None or not homes_move or not (dear := _dear(problem)):
+        if error.tier != "host" or not homes_move or not (dear := _dear(problem)):
             raise
         refused = error
     takes = tuple(home for home in problem.budgets.disk_takes if home not in dear)
     there = {**problem.fixed_homes, **dict.fromkeys(dear, "host")}
+    fixed = replace(problem, fixed_homes=there, budgets=replace(problem.budgets, disk_takes=takes))
     try:
-        return _with_any_on_disk(
-            replace(problem, fixed_homes=there, budgets=replace(problem.budgets, disk_takes=takes)), find, roomy, homes_move
-        )
+        return _with_any_on_disk(fixed, known, find, roomy, homes_move)
     except DoesNotFit as error:
         raise min(refused, error, key=lambda each: (each.tier != "host", each.minimum)) from None
 
@@ -95,10 +104,10 @@ def _dear(problem: PlanningProblem) -> list[str]:
     return order[: taken.index(min(taken))] if taken else []
 
 
-def _with_any_on_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_move: bool) -> tuple[PlanningProblem, Planned]:
+def _with_any_on_disk(
+    problem: PlanningProblem, known: Candidates, find: Find, roomy: Roomy, homes_move: bool
+) -> tuple[PlanningProblem, Planned]:
     budgets = problem.budgets
-    if budgets.disk is None:
-        return find(problem)
     homes_move = homes_move or "disk" in problem.fixed_homes.values()
     sent: tuple[str, ...] = ()
     frozen, trained = _may_move(problem)
@@ -116,10 +125,10 @@ def _with_any_on_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_
             sent = _more(problem, order, sent, missing)
             continue
         try:
-            if not all_sent and (short := short_of_host(fixed)) > 0:  # no search would find a plan
+            if not all_sent and (short := short_of_host(fixed, known)) > 0:  # no search would find a plan
                 raise DoesNotFit("host", (budgets.host or 0) + short, ())
             searched = searched or not sent
-            part, planned = _as_without(fixed, find)
+            part, planned = _as_without(fixed, known, find)
             break
         except DoesNotFit as error:
             if error.tier != "host" or budgets.host is None or not homes_move:
@@ -139,10 +148,10 @@ def _with_any_on_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_
                 if refused is not None and not is_hopeless(problem):
                     spilled = with_activations_on_disk(refused, find, roomy, _evenly)
                 if spilled.fastest is not None:
-                    return _judged(*spilled.fastest, problem)
+                    return _judged(*spilled.fastest, problem, known)
                 if not searched:  # what is sure is that lean plans do not fit without a disk: a search may find one that does
                     try:
-                        return _as_without(problem, find)
+                        return _as_without(problem, known, find)
                     except DoesNotFit as without:
                         least = min(least, without, key=lambda each: each.minimum) if without.tier == "host" else least
                 if final.tier != "host":
@@ -151,25 +160,26 @@ def _with_any_on_disk(problem: PlanningProblem, find: Find, roomy: Roomy, homes_
     at_home: tuple[PlanningProblem, Planned] | None = None
     worth, bound = inf, 0.0
     try:
-        at_home = _fastest(part, planned, replace(problem, budgets=part.budgets), sent, roomy)
+        varied = replace(problem, budgets=part.budgets)
+        at_home = _fastest(part, planned, Candidates.like(known, varied), sent, roomy)
         plan = at_home[1].plan
         fixed = _with_homes(problem, [home for home, tier in at_home[0].fixed_homes.items() if tier == "disk"])
         worth, bound = _WORTH * plan.total_us, 0.0 if plan.certificate is None else plan.certificate.bound_us
     except NotWorthwhile as error:
         too_slow = error
     for tried in (refused, fixed) if bound < worth else ():
-        if tried is None or short_of_host(tried, ("disk",)) > 0:
+        if tried is None or short_of_host(tried, known, ("disk",)) > 0:
             continue
         faster = with_activations_on_disk(tried, find, roomy, _evenly, worth).fastest
         if faster is not None and faster[1].plan.total_us < worth:
             with contextlib.suppress(NotWorthwhile):
-                return _judged(*faster, problem)
+                return _judged(*faster, problem, known)
     if at_home is None:
         raise too_slow
     return at_home
 
 
-def _as_without(problem: PlanningProblem, find: Find) -> tuple[PlanningProblem, Planned]:
+def _as_without(problem: PlanningProblem, known: Candidates, find: Find) -> tuple[PlanningProblem, Planned]:
     """Returns a problem's plan. If no home is on disk, that is the one that is found without a disk, so that a disk that is not
     used changes nothing. Raises DoesNotFit."""
     budgets = problem.budgets
@@ -177,17 +187,19 @@ def _as_without(problem: PlanningProblem, find: Find) -> tuple[PlanningProblem, 
         return find(problem)
     part, found = find(replace(problem, budgets=replace(budgets, disk=None)))
     part = replace(part, budgets=replace(part.budgets, disk=budgets.disk))
-    candidates = Candidates(part)
+    candidates = Candidates.like(known, part)
     planned = candidates.planned(found.plan)
     bound = None if found.plan.certificate is None else candidates.certificate(part.budgets.device, part.budgets.host)
     plan = replace(planned.plan, minimum_device_bytes=found.plan.minimum_device_bytes, certificate=bound)
     return part, replace(planned, plan=plan)
 
 
-def _judged(fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem) -> tuple[PlanningProblem, Planned]:
+def _judged(
+    fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem, known: Candidates
+) -> tuple[PlanningProblem, Planned]:
     """Returns a plan with activations on disk as it will be run, and the problem that it solves. Raises NotWorthwhile."""
     # On a host that has room for all of it, it would take no longer: so that bound holds here too.
-    bound = Candidates(problem).certificate(problem.budgets.device, None)
+    bound = Candidates.like(known, problem).certificate(problem.budgets.device, None)
     final = Candidate(_with_reasons(candidate.plan), candidate.lowered)
     planned = completed(fixed, final, candidate.plan.peak_bytes["device"], bound)
     check_worthwhile(fixed, planned.plan)
@@ -279,13 +291,13 @@ def _causes(problem: PlanningProblem, sent: Sequence[str], error: DoesNotFit) ->
 
 
 def _fastest(
-    fixed: PlanningProblem, planned: Planned, problem: PlanningProblem, sent: Sequence[str], roomy: Roomy
+    fixed: PlanningProblem, planned: Planned, candidates: Candidates, sent: Sequence[str], roomy: Roomy
 ) -> tuple[PlanningProblem, Planned]:
     """Returns the fastest of the plan and its variants: other homes of the same bytes on disk, and reads further ahead."""
     _check_room(fixed)
     if "disk" not in fixed.fixed_homes.values():
         return fixed, planned
-    candidates = Candidates(problem)
+    problem = candidates.problem
     best = fixed, candidates.evaluate(planned.plan)
     choices = [tuple(sent), *_other_choices(problem, sent)]
     for homes in choices:

@@ -33,6 +33,7 @@ _KINDS = "params", "fetch", "return", "gradients"
 _OF_WEIGHTS = 1 | 2 | 4
 _NO_UPDATES = Updates()
 _PER_VALUE, _PER_LEAVING = 7, 11  # numbers
+_MOST_CHOICES = 16  # of plans, that are remembered
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -99,8 +100,7 @@ class CompiledStep:
 
     def __init__(self, c_library: ctypes.CDLL, summary: Summary, machine: Machine) -> None:
         self._library, self._machine = c_library, machine
-        self._decisions: object = None  # those of which ``_choices`` are: many plans in a row share them
-        self._choices: tuple[array[int], array[int]]
+        self._choices: dict[object, tuple[array[int], array[int]]] = {}  # by the token of decisions: plans differ in a few
         self._numbers: dict[str, int] = {}  # of activations
         self._homes: dict[str, int] = {}
         self._places = {operand: place for place, operand in enumerate(summary.operands)}
@@ -114,9 +114,7 @@ class CompiledStep:
     def measures(self, plan: Plan) -> Measures:
         """Works out the measures of a plan. Raises MemoryError."""
         updates, names = plan.updates, self._leaving
-        if self._decisions is not plan.decisions:
-            self._decisions, self._choices = plan.decisions, self._decided(plan)
-        homes, at_host = self._choices
+        homes, at_host = self._known_or_decided(plan)
         ranks = {} if updates is None else {name: rank for rank, name in enumerate(updates.order)}
         rank = array("q", [ranks.get(name, len(ranks)) for name in names] if ranks else bytes(8 * len(names)))
         there, us = array("d", bytes(8 * len(names))), array("d", bytes(8 * len(names)))
@@ -137,6 +135,31 @@ class CompiledStep:
         drives = (result.read[0], result.written[0]), (result.read[1], result.written[1])
         spans = result.alone, result.backward, result.period
         return Measures(result.arenas, result.most, *spans, tuple(result.copied), drives, arriving)
+
+    def _known_or_decided(self, plan: Plan) -> tuple[array[int], array[int]]:
+        """Returns what ``_decided`` does, from the choices of a plan that this one was made of, if these are known."""
+        token, known = plan.decisions.token, self._choices
+        if token not in known:
+            found = next(((known[of], changed) for of, changed in plan.decisions.origins if of in known), None)
+            if len(known) >= _MOST_CHOICES:
+                del known[next(iter(known))]
+            known[token] = self._decided(plan) if found is None else self._changed(plan, *found)
+        return known[token]
+
+    def _changed(
+        self, plan: Plan, choices: tuple[array[int], array[int]], changed: Iterable[tuple[str, str]]
+    ) -> tuple[array[int], array[int]]:
+        """Returns what ``_decided`` does. ``choices``: of a plan that differs in what is ``changed``, by kind and subject."""
+        homes, at_host = array("B", choices[0]), array("B", choices[1])
+        for kind, subject in changed:
+            if kind in _KINDS and (number := self._homes.get(subject)) is not None:
+                bits = (_BITS.get((each, choice), 0) for each in _KINDS for choice in plan.choices(each, (subject,)))
+                homes[number] = sum(bits) & self._masks[number]
+            elif subject == "*":
+                return self._decided(plan)
+            elif (number := self._numbers.get(subject)) is not None:
+                at_host[number] = (plan.activation(subject) == "host") * (1 + plan.loads_late(subject))
+        return homes, at_host
 
     def _decided(self, plan: Plan) -> tuple[array[int], array[int]]:
         """Returns what a plan decides about each home, and by name of an activation, whether it waits on the host: 2 if it

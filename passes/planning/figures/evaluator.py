@@ -33,15 +33,23 @@ class Figures(NamedTuple):
 
 class Evaluator:
     """Evaluates plans of one problem. ``draft``: of its step. ``casts``: whether the host may cast anything. ``compiled``: by
-    the C library, where it was built."""
+    the C library, where it was built. ``known``: of a problem whose plans have the same figures."""
 
-    def __init__(self, problem: PlanningProblem, draft: fx.GraphModule, casts: bool, compiled: bool = True) -> None:
-        self.problem, self._sketches = problem, Sketches(draft)
+    def __init__(
+        self,
+        problem: PlanningProblem,
+        draft: fx.GraphModule,
+        casts: bool,
+        compiled: bool = True,
+        known: Evaluator | None = None,
+    ) -> None:
+        self.problem = problem
+        self._sketches: Sketches = Sketches(draft) if known is None else known._sketches
         step, updates = problem.step, problem.budgets.updates
         self.able = not (casts or step.meta.get("sliced") or ranks_of(step) != 1)
         self.able = self.able and not (updates is not None and updates.held)
         self._library = library() if compiled else None
-        self._summaries: dict[object, tuple[Summary, CompiledStep | None]] = {}
+        self._summaries: dict[object, tuple[Summary, CompiledStep | None]] = {} if known is None else known._summaries
         self._last: tuple[Plan, tuple[Figures, Measures]] | None = None  # the plan evaluated last
 
     @cached_property

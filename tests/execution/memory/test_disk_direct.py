@@ -146,7 +146,7 @@ def least_host(folder: Path, kind: str) -> int:
     """The smallest host budget that works, as a refusal says it."""
     torch.compiler.reset()
     plain = Residual(Adapted, 2) if kind == "frozen" else plain_model(kind)
-    model, _ = compiled(folder, plain, kind, host="200KB")
+    model, _ = compiled(folder, plain, kind, host="200KB", fragments=None)
     with pytest.raises(BudgetError) as refusal:
         model(torch.randn(16, WIDTH))
     assert refusal.value.tier == "host"

@@ -47,6 +47,32 @@ def test_candidates_give_every_budget_what_a_search_of_its_own_would() -> None:
         assert one.plan.decisions == other.plan.decisions and one.schedule == other.schedule
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("disk", [None, 1 << 40])
+def test_what_is_known_of_a_step_serves_it_with_other_homes_and_limits(
+    disk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit, few in {"MOST_SEARCHED": 9, "MOST_POINTS": 3, "_FEWEST_POINTS": 3, "_REFINED": 9}.items():
+        monkeypatch.setattr(candidates_module, limit, few)
+    problem = PlanningProblem(BOUNDED["crossing"](), Machine(), Budgets(disk=disk))
+    known = Candidates(problem)
+    homes = list(known.open_params)
+    known.best(None, None)
+    assert known.evaluations
+    for tier in ("device", *(["disk"] if disk else [])):
+        fixed = replace(problem, fixed_homes={homes[-1]: tier})
+        like, alone = Candidates.like(known, fixed), Candidates(fixed)
+        for device in (None, alone.floor):
+            one, other = like.best(device, None), alone.best(device, None)
+            assert one.plan == other.plan and one.schedule == other.schedule
+        again = Candidates.like(known, replace(fixed))
+        again.best(None, None)
+        assert again.evaluations == 0 < like.evaluations
+    assert Candidates.like(known, replace(problem, budgets=replace(problem.budgets, device=1)))._points is known._points
+    slower = Candidates.like(known, replace(problem, machine=SLOW))
+    assert not slower._figures and slower._akin is None
+
+
 class Forgetting(dict[bytes, Any]):
     """Remembers nothing."""
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.plan import Plan
+from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import Inexact, completed, evaluate
 from mtcompile.passes.planning.figures import compiled as compiled_module
-from mtcompile.passes.planning.figures.compiled import library
+from mtcompile.passes.planning.figures.compiled import CompiledStep, library
 from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
 from mtcompile.passes.planning.figures.times import measures
 from mtcompile.passes.planning.pace import impatient, with_pace
@@ -48,6 +48,30 @@ def test_figures_are_those_of_the_schedule(case: str, plans: int) -> None:
                 figures = Figures(expected.peak_bytes, expected.step_time_us, expected.update_us)
                 for evaluator in (candidates._evaluator, in_python):
                     assert evaluator.figures(one) == figures
+
+
+@BUILT
+def test_a_plan_made_of_another_is_read_by_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of one that was not evaluated itself, and where what is not named changes."""
+    rnd, c_library = random.Random(0), library()
+    candidates = Candidates(PlanningProblem(step_of("crossing"), SLOW, Budgets(updates=WAYS["behind the forward"])))
+    summary = candidates._evaluator._summary(plan := candidates.base)[0]
+    assert c_library is not None
+    step, read = CompiledStep(c_library, summary, SLOW), list[Plan]()
+    whole = step._decided
+    monkeypatch.setattr(step, "_decided", lambda plan: (read.append(plan), whole(plan))[1])
+    subjects = {"params": list(step._homes), "fetch": list(step._homes), "activation": list(step._numbers)}
+    subjects |= {"return": subjects["params"], "gradients": subjects["params"], "load": subjects["activation"]}
+    choices = {"params": ("device", "host"), "fetch": ("keep", "again"), "activation": ("device", "host")}
+    for number in range(60):
+        kind: Any = rnd.choice(sorted(subjects))
+        choice: Any = rnd.choice(choices.get(kind, ("early", "late")))
+        plan = plan.with_decision(Decision(kind, rnd.choice(subjects[kind]), choice, 0, ""))
+        if number == 40:
+            plan = plan.with_decision(Decision("activation", "*", "device", 0, ""))
+        if number % 3:
+            assert step._known_or_decided(plan) == whole(plan)
+    assert len(read) == 2  # the first, and where all that is not named changed
 
 
 @pytest.mark.parametrize("plans", [4, pytest.param(120, marks=pytest.mark.long)])

@@ -12,6 +12,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Updates
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.climbs import climb, hosts
 from mtcompile.passes.planning.climbs.climb import Limits
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from tests.helpers.tracing import traced_case
@@ -22,7 +23,7 @@ MACHINE = Machine("slow link", 1e12, 100.0, 2.0, 2.0, issue_us=0.2, host_gbps=20
 
 @pytest.fixture
 def problem(monkeypatch: pytest.MonkeyPatch) -> PlanningProblem:
-    """A small step that is planned as large ones are: few plans are searched, and these are climbed from."""
+    """A small step that is planned as large ones are: few plans are searched, and these are climbed from, not as far."""
     for limit, number in {
         "_FEW_SEARCHED": 1000,
         "MOST_SEARCHED": 2,
@@ -31,6 +32,8 @@ def problem(monkeypatch: pytest.MonkeyPatch) -> PlanningProblem:
         "_REFINED": 9,
     }.items():
         monkeypatch.setattr(candidates_module, limit, number)
+    monkeypatch.setattr(climb, "_MOVES", (20, 14, 14))
+    monkeypatch.setattr(hosts, "_MOVES", 20)
     return PlanningProblem(traced_case("gpt2").step, MACHINE, Budgets(updates=Updates(run_ahead=True)))
 
 
@@ -61,8 +64,8 @@ def times(candidates: Candidates, budgets: list[tuple[int, int | None]]) -> dict
 
 @pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.long)])
 def test_more_of_either_tier_is_never_slower_whatever_was_asked_before(problem: PlanningProblem, count: int) -> None:
-    budgets = budgets_of(Candidates(problem), count, (0.3, 0.7))
-    predicted = times(Candidates(problem), budgets)
+    budgets = budgets_of(asked := Candidates(problem), count, (0.3, 0.7))
+    predicted = times(asked, budgets)
     for (device, host), us in predicted.items():
         for (more, more_host), other_us in predicted.items():
             if more >= device and (more_host is None or (host is not None and more_host >= host)):
@@ -75,8 +78,8 @@ def test_climbs_within_the_limits_of_both_tiers_find_faster_plans(
     problem: PlanningProblem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without them, a budget takes a plan that was found without a limit on the host, or one that keeps nothing."""
-    budgets = budgets_of(Candidates(problem), 3)
-    climbed = times(Candidates(problem), budgets)
+    budgets = budgets_of(climbing := Candidates(problem), 3)
+    climbed = times(climbing, budgets)
     monkeypatch.setattr(candidates_module.HostClimbs, "best", lambda self, device, host, taken: taken)
     without = times(Candidates(problem), budgets)
     assert all(us <= without[budget] for budget, us in climbed.items())
