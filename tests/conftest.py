@@ -26,7 +26,7 @@ from mtcompile.passes.step_graph import copy_step
 # These look at how good plans are. What all other tests show does not depend on it.
 _SEARCHED_WHOLE = ("tests/passes/planning/", "tests/forecast/test_golden.py")
 # These look at forms of a step. All others go on without comparing any, if the first one fits.
-_COMPARED = ("tests/passes/", "tests/forecast/")
+_COMPARED = ("tests/passes/", "tests/forecast/", "tests/execution/memory/test_faster_fragments.py")
 # These look at what is traced and measured.
 _TRACED_EACH = ("tests/capture/", "tests/kernels/", "tests/torch_private/")
 _FEW = 2  # plans of a local search, and of each ladder of candidates

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from mtcompile.passes import rewrite
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.joint.accumulate import Micro, joining_of, repeat
+from mtcompile.passes.joint.accumulate import repeat
+from mtcompile.passes.joint.batch.joining import Micro, joining_of
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.lower import lower
 from mtcompile.passes.plan import Plan, Updates
