@@ -10,7 +10,7 @@ from torch import fx
 
 from mtcompile.passes.joint.batch.dims import Batch
 from mtcompile.passes.joint.batch.numbers import Numbers
-from mtcompile.passes.joint.batch.once import mark_once
+from mtcompile.passes.joint.batch.once import mark_once, parts_of
 from mtcompile.passes.joint.batch.shapes import REDUCED, SIZED
 from mtcompile.passes.joint.loss_weights import LossRefused, Weights, put_together, weights
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, describe, inputs_of, outputs_of
@@ -95,6 +95,8 @@ def joining_of(joint: fx.GraphModule, micro: Micro) -> Joining:
                 raise NotImplementedError(_no_batch(spec, value), "do not return or assign it", value)
         elif batch.is_reduced(value) or _is_loss(value, rows):
             reduced[spec.index] = value
+            if value.meta["val"].numel() > 1:
+                _check_output(spec, value, own, batch)
         else:
             raise NotImplementedError(_no_batch(spec, value), "do not return or assign it", batch.mixing(value))
     try:
@@ -118,6 +120,14 @@ def _norms(joint: fx.GraphModule, batch: Batch) -> Iterator[str]:
         if "batch_norm" in str(node.target) and node.meta.get("phase") == "forward":
             if isinstance(places := batch.place(node), tuple) and places[1] == REDUCED and node.meta["val"][1].numel():
                 yield str(node.meta.get("module_path") or node.name)
+
+
+def _check_output(spec: OutputSpec, value: fx.Node, own: set[fx.Node], batch: Batch) -> None:
+    """Raises NotImplementedError for an output, which is no loss, whose parts cannot be put together."""
+    try:
+        parts_of([value], own, batch)
+    except LossRefused as error:
+        raise NotImplementedError(_no_batch(spec, value), "do not return or assign it", error.node) from None
 
 
 def _no_batch(spec: OutputSpec, value: fx.Node) -> str:

@@ -28,7 +28,7 @@ def mark_once(joint: fx.GraphModule, results: Mapping[int, fx.Node], own: set[fx
     """Marks, in ``meta``, what is computed once for ``results``, by output index, which are reduced over the batch. Returns the
     weights of their reductions, by name. ``own``: what differs between micro-batches. Raises LossRefused for a reduction whose
     parts cannot be put together, and where a row reads one."""
-    reductions, once = _parts(results.values(), own, batch)
+    reductions, once = parts_of(results.values(), own, batch)
     trained = [node for node in reductions if not batch.trained.isdisjoint(batch.sources(node))]
     backwards = {node.meta["seq_nr"]: node for node in trained if "seq_nr" in node.meta}
     local = {node for node in own if not node.all_input_nodes}
@@ -74,8 +74,9 @@ def _times(args: Any, times: float) -> Any:
     return tuple(times * each if isinstance(each, (int, float)) else each for each in args)
 
 
-def _parts(results: Iterable[fx.Node], own: set[fx.Node], batch: Batch) -> tuple[dict[fx.Node, Weights], set[fx.Node]]:
-    """The reductions over rows that results are made of, with their weights, and what is made of these."""
+def parts_of(results: Iterable[fx.Node], own: set[fx.Node], batch: Batch) -> tuple[dict[fx.Node, Weights], set[fx.Node]]:
+    """Returns the reductions over rows that results are made of, with their weights, and what is made of these. Raises
+    LossRefused."""
     reductions, once, todo = dict[fx.Node, Weights](), set[fx.Node](), list(results)
     while todo:
         node = todo.pop()
