@@ -24,7 +24,11 @@ from mtcompile.passes.planning.linear import seeds
 from mtcompile.passes.step_graph import copy_step
 
 # These look at how good plans are. What all other tests show does not depend on it.
-_SEARCHED_WHOLE = ("tests/passes/planning/", "tests/forecast/test_golden.py")
+_SEARCHED_WHOLE = (
+    "tests/passes/planning/",
+    "tests/forecast/test_golden.py",
+    "tests/forecast/test_advice.py::test_what_is_advised_gains_as_much",
+)
 # These look at forms of a step. All others go on without comparing any, if the first one fits.
 _COMPARED = ("tests/passes/", "tests/forecast/", "tests/execution/memory/test_faster_fragments.py")
 # These look at what is traced and measured.
