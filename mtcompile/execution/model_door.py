@@ -25,7 +25,7 @@ from mtcompile.execution.placement import budget_error, conversions, disk_error,
 from mtcompile.optim.backward.update import UpdatesInBackward
 from mtcompile.optim.disk_state import PIECE, DiskState, OnDisk
 from mtcompile.optim.master_weights import Masters, cast
-from mtcompile.optim.own_files import in_memory, own_files_nbytes
+from mtcompile.optim.own_files import in_memory, is_in_own_file, own_files_nbytes
 from mtcompile.optim.state_sizes import average_copies, is_elementwise, master_state_nbytes, state_nbytes
 from mtcompile.optim.training_state import state_moved, training_nbytes
 from mtcompile.optim.wholeness import Wholeness
@@ -113,7 +113,7 @@ class ModelDoor(Door):
             tier = "host" if self.masters is not None or has_state else tier
         elif tier == "host":  # where they are
             return
-        parameters = {name: p for name, p in self._parameters().items() if not overlaps(p)}
+        parameters = {name: p for name, p in self._parameters().items() if not (overlaps(p) or is_in_own_file(p))}
         blocks = {name: name.rpartition(".")[0] for name in parameters}
         self.parameters.adopt(blocks, dict.fromkeys(blocks.values(), tier), parameters)
         self.parameters.provisional = True
