@@ -32,16 +32,12 @@ def losses(model: Any) -> list[torch.Tensor]:
     return [value.detach().cpu() for value in values]
 
 
-@pytest.mark.parametrize("precision", ["model", "bf16-master32"])
-def test_loaded_weights_are_evaluated_and_trained_with_the_bits_of_a_run_in_memory(
-    precision: str, device: torch.device, tmp_path: Path
-) -> None:
+def test_loaded_weights_are_evaluated_and_train_with_the_bits_of_a_run_in_memory(device: torch.device, tmp_path: Path) -> None:
     torch.manual_seed(5)
     plain = Residual()
     save_file(plain.state_dict(), tmp_path / "model.safetensors")
     nbytes = sum(parameter.nbytes for parameter in plain.parameters())
     options: dict[str, Any] = {"memory": "1500KB", "policy": "megatrain", "update": "backward", "device": device}
-    options["precision"] = precision
     with torch.device("meta"):
         empty = Residual()
     model = mtcompile.from_pretrained(tmp_path, copy.deepcopy(empty), host=nbytes, disk=f"{tmp_path}/disk:32MB", **options)
