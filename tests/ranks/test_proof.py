@@ -60,7 +60,7 @@ def sharded() -> Forecast:
 
 @pytest.fixture(scope="module")
 def in_parts() -> Forecast:
-    """A step of two hosts, which have a part each of the weights."""
+    """A step of two hosts, which have a part each of the weights, and no room to keep them for the backward."""
     ids, labels = batches(1, 1)[0][0]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MOST_SEARCHED", "MOST_POINTS"):
@@ -68,7 +68,7 @@ def in_parts() -> Forecast:
         patch.setattr(frontier, "ROUNDS", 1)
         patch.setenv("MT_RANKS_SHARD", "weights")
         one_block = functools.partial(Model, blocks=1)
-        return mtcompile.plan(one_block, {"ids": ids, "labels": labels}, memory="200KB", update="backward", hosts=2)
+        return mtcompile.plan(one_block, {"ids": ids, "labels": labels}, memory="80KB", update="backward", hosts=2)
 
 
 def call_of(step: fx.GraphModule, target: object) -> fx.Node:
