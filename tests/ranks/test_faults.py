@@ -94,10 +94,12 @@ def interrupted(rank: int, count: int) -> dict[str, Any]:
     main = threading.get_ident()
 
     def interrupt() -> None:
-        """Interrupts the main thread once it waits: in a callback of a weak reference, an interrupt is lost."""
-        while sys._current_frames()[main].f_code.co_filename != threading.__file__:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        """Interrupts the main thread when it waits; again if that was lost, as in a callback of a weak reference."""
+        while "end" not in found:
+            while sys._current_frames()[main].f_code.co_filename != threading.__file__:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(3)
 
     def waiting(*given: Any) -> Any:
         threading.Thread(target=interrupt, daemon=True).start()
