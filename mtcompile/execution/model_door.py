@@ -140,7 +140,8 @@ class ModelDoor(Door):
     def _with_disk(self, budgets: Budgets, step: fx.GraphModule, fixed: Mapping[str, str]) -> Budgets:
         """Adds the limits of the disk. Raises CaptureError for a parameter that went there frozen, and is to train now."""
         assert self.options.disk is not None
-        check_frozen(step, fixed, self.updates is None and _trains(step))
+        if self.updates is None and _trains(step):
+            check_frozen(step, fixed)
         return replace(
             budgets,
             **limits(self.options.disk, self.parameters, self.frames, self.parameters_nbytes(), self._loaded_nbytes()),

@@ -35,7 +35,7 @@ _SMALL = 1 << 14  # bytes of tensors that stay in memory beside weights on disk
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Where weights may go: ``host`` bytes of memory (None: what is free) and, if they are too few, a disk."""
+    """The room for weights: ``host`` bytes of memory (None: what is free) and, if they are too few, a disk."""
 
     host: int | None
     disk: DiskBudget | None
@@ -106,24 +106,9 @@ def _home(folder: Path, sizes: Iterable[int], widest: int, dtype: torch.dtype | 
         return None
     limit, free = smallest
     kind = "of several dtypes" if dtype is None else f"as {str(dtype).removeprefix('torch.')}"
-    if room.disk is not None and (least := 2 * widest + sum(size for size in sizes if size < _SMALL)) <= free:
-        on_disk, there = sum(map(whole_blocks, sizes)), min(room.disk.nbytes, free_nbytes(room.disk.folder))
-        if on_disk <= there:
-            return room.disk.folder
-        raise BudgetError(
-            f"expected room for {gib(on_disk)} on disk={room.disk.folder} to load {folder} (weights {kind}), which host memory "
-            f"has no room for, found {gib(there)}. Nothing was read. Until the first step has moved them, weights are there "
-            "beside what its plan puts there. Pass a larger size, or free space there",
-            on_disk,
-            "disk",
-        )
     if room.disk is not None:
-        raise BudgetError(
-            f"expected {gib(least)} of host memory to load {folder} to disk={room.disk.folder} (twice the largest tensor "
-            f"{kind}, while it is converted), found {gib(free)} {limit}. Nothing was read. Pass or free so much",
-            least,
-            "host",
-        )
+        _check_disk(folder, sizes, widest, kind, room.disk, smallest)
+        return room.disk.folder
     shortage = (
         f"expected {gib(needed)} of host memory to load {folder} ({gib(nbytes)} of weights {kind}, and the largest tensor "
     )
@@ -138,6 +123,28 @@ def _home(folder: Path, sizes: Iterable[int], widest: int, dtype: torch.dtype | 
         'host="SIZE", disk="/path:SIZE"',
         needed,
     )
+
+
+def _check_disk(folder: Path, sizes: list[int], widest: int, kind: str, disk: DiskBudget, smallest: tuple[str, int]) -> None:
+    """Raises BudgetError if weights cannot go to the disk: what stays in memory has no room there, or they have none on it.
+    ``kind``: of numbers; ``smallest``: what limits the memory, and the bytes of it."""
+    limit, free = smallest
+    if (least := 2 * widest + sum(size for size in sizes if size < _SMALL)) > free:
+        raise BudgetError(
+            f"expected {gib(least)} of host memory to load {folder} to disk={disk.folder} (twice the largest tensor "
+            f"{kind}, while it is converted), found {gib(free)} {limit}. Nothing was read. Pass or free so much",
+            least,
+            "host",
+        )
+    on_disk, there = sum(map(whole_blocks, sizes)), min(disk.nbytes, free_nbytes(disk.folder))
+    if on_disk > there:
+        raise BudgetError(
+            f"expected room for {gib(on_disk)} on disk={disk.folder} to load {folder} (weights {kind}), which host memory "
+            f"has no room for, found {gib(there)}. Nothing was read. Until the first step has moved them, weights are there "
+            "beside what its plan puts there. Pass a larger size, or free space there",
+            on_disk,
+            "disk",
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ Transformers

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from mtcompile.runtime.devices.arena import layout_of, part, span_nbytes
 from mtcompile.runtime.disk import file as files
 from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.runtime.disk.requests import whole_blocks
@@ -30,14 +31,13 @@ _mappings = weakref.WeakValueDictionary[int, _Mapping]()  # by the address of th
 
 def in_own_file(values: torch.Tensor, folder: Path) -> torch.Tensor:
     """Returns a copy of a host tensor, of the same strides, on disk. Raises DiskError, and DiskFull if it has no room."""
-    count = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
     if values.numel() == 0:
         return values
-    file, nbytes = files.opened(folder), whole_blocks(count * values.element_size())
+    file, nbytes = files.opened(folder), whole_blocks(span_nbytes(values))
     try:
         files.reserve(file, nbytes)
         mapping = _Mapping(file.cached, nbytes)
-        own = torch.frombuffer(mapping, dtype=values.dtype, count=count).as_strided(values.shape, values.stride())
+        own = part(torch.frombuffer(mapping, dtype=torch.uint8), 0, layout_of(values))
         own.copy_(values)
         mapping.flush()
         mapping.madvise(mmap.MADV_DONTNEED)

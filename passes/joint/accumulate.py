@@ -70,9 +70,7 @@ class _Repeat:
         self.tangents: dict[fx.Node, tuple[fx.Node, int]] = {}  # -> of all, and the index of its output
         self.scales: dict[int | str, list[fx.Node]] = {}  # output index, or reduction -> the weight of each micro-batch
         self.whole: dict[fx.Node, fx.Node] = {}  # what is put together, or computed once
-        self.weighed: dict[
-            tuple[fx.Node, str, int], fx.Node
-        ] = {}  # what is computed once, as a micro-batch's backward reads it
+        self.weighed: dict[tuple[fx.Node, str, int], fx.Node] = {}  # of what is computed once, as micro-batches read it
         self.rows, self.own = rows_of(joint, micro), depending(joint, split_inputs(joint, micro))
         self.results = outputs_of(joint)
         self.following = {}  # a buffer's placeholder -> the node that is its next version
@@ -134,8 +132,8 @@ class _Repeat:
         return self.whole[operand] if operand in self.whole else self.env[0][operand]
 
     def _weighed(self, operand: fx.Node, number: int, node: fx.Node) -> fx.Node:
-        """What is computed once, as ``node`` of a micro-batch reads it: with the weight that this has in the reduction whose
-        backward it is; or its share of a gradient that all add up."""
+        """Returns what is computed once as ``node`` of a micro-batch reads it: with the weight that this has in the reduction
+        whose backward it is; or its share of a gradient that all add up."""
         name = str(node.meta.get("weighs", ""))
         if (operand, name, number) not in self.weighed:
             weights = self.joining.parts[name] if name else Weights("equal")
@@ -213,7 +211,7 @@ class _Repeat:
         return self._share(whole, self.weights[index], index, number, user)
 
     def _share(self, whole: fx.Node, weights: Weights, key: int | str, number: int, user: fx.Node) -> fx.Node:
-        """What arrives of a gradient at one micro-batch."""
+        """Returns what arrives of a gradient at one micro-batch."""
         add, val = self._add(user), whole.meta["val"]
         if weights.kind == "sum":
             return whole
@@ -247,8 +245,7 @@ class _Repeat:
         elif spec.index in self.weights:
             self.outputs[spec] = self._total(spec.index, self.weights[spec.index], parts, add)
         elif spec.index in self.joining.counts:
-            put = self.joining.counts[spec.index]
-            self.outputs[spec] = functools.reduce(lambda one, other: add(put, one, other), parts)
+            self.outputs[spec] = _put_together(add, self.joining.counts[spec.index], parts)
         elif spec.index in self.joining.dims:
             self.outputs[spec] = add(aten.cat.default, parts, self.joining.dims[spec.index])
         else:
@@ -272,8 +269,7 @@ class _Repeat:
         if weights.kind == "same":
             return losses[-1]
         if weights.kind in ("any", "all"):
-            put = aten.logical_or.default if weights.kind == "any" else aten.logical_and.default
-            return functools.reduce(lambda one, other: add(put, one, other), losses)
+            return _put_together(add, aten.logical_or.default if weights.kind == "any" else aten.logical_and.default, losses)
         if weights.kind == "equal":
             return total(add, [add(aten.div.Tensor, loss, self.micro.count) for loss in losses])
         dtype = losses[0].meta["val"].dtype
@@ -296,3 +292,8 @@ class _Repeat:
             terms.append(add(aten.masked_fill.Scalar, add(aten.mul.Tensor, loss, scale), add(aten.eq.Scalar, scale, 0), 0))
         loss = total(add, terms)
         return loss if dtype == exact else add(aten._to_copy.default, loss, dtype=dtype)
+
+
+def _put_together(add: Add, operation: Any, parts: Iterable[fx.Node]) -> fx.Node:
+    """The parts of all micro-batches, in their order, joined by an operation of two."""
+    return functools.reduce(lambda one, other: add(operation, one, other), parts)

@@ -247,7 +247,7 @@ def _rows(add: Add, node: fx.Node, start: int, end: int) -> fx.Node:
 
 
 def _marks(node: fx.Node) -> dict[str, Any]:
-    """What says how micro-batches' parts of a loss are put together (see ``batch.once``)."""
+    """The marks that say how micro-batches' parts of a loss are put together (see ``batch.once``)."""
     return {mark: node.meta[mark] for mark in ("reduces", "weighs") if mark in node.meta}
 
 

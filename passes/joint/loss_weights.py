@@ -192,12 +192,9 @@ class _Reading:
     def _added(self, node: fx.Node) -> set[Weights]:
         mine = [operand for operand in node.all_input_nodes if operand in self.own]
         parts = self._of_all(mine)
-        constants = len(mine) < sum(isinstance(x, (fx.Node, int, float)) for x in node.args[:2])
-        if (
-            constants
-            and any(part.kind == "sum" for part in parts)
-            and node.target not in (aten.cat.default, aten.stack.default)
-        ):
+        shared = len(mine) < sum(isinstance(x, (fx.Node, int, float)) for x in node.args[:2])
+        shared = shared and node.target not in (aten.cat.default, aten.stack.default)
+        if shared and any(part.kind == "sum" for part in parts):
             return _unknown(node, "adds to a sum what all micro-batches share")
         return parts
 

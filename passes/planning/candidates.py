@@ -160,7 +160,7 @@ class Candidates:
 
     @cached_property
     def _casts(self) -> bool:
-        """Whether the host may cast anything."""
+        """True if the host may cast anything."""
         return may_cast(self.problem.step) and any(i.work == "convert" for i in self._streamed.instructions)
 
     @cached_property
@@ -180,7 +180,7 @@ class Candidates:
 
     @cached_property
     def resident_may_be_slow(self) -> bool:
-        """Whether a plan may be faster than the one with everything on the device, however much memory there is."""
+        """True if a plan may be faster than the one with everything on the device, however much memory there is."""
         return faster_than_resident(self.problem, self._relaxed, self.open_params, self.resident.plan.total_us)
 
     @exact
@@ -190,9 +190,8 @@ class Candidates:
         problem = replace(self.problem, budgets=replace(self.problem.budgets, device=device, host=host))
         if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
             return completed(problem, again, known.minimum_device_bytes, known.certificate)
-        if (
-            fits((resident := self.resident).plan, problem.budgets) and not self.resident_may_be_slow
-        ):  # the floor is reported anyway
+        resident = self.resident
+        if fits(resident.plan, problem.budgets) and not self.resident_may_be_slow:  # the floor is reported anyway
             minimum = min(self.floor, resident.plan.peak_bytes["device"])
             return completed(problem, resident, minimum, self.certificate(device, host))
         if not self._points and not self._recall():

@@ -47,10 +47,9 @@ def limits(disk: DiskBudget, parameters: ParameterStore, frames: LiveFrames, mod
     }
 
 
-def check_frozen(step: fx.GraphModule, fixed: Mapping[str, str], trains: bool) -> None:
-    """Raises CaptureError for a parameter that went to disk frozen, and is to train now. ``fixed``: the tiers of homes;
-    ``trains``: whether optimizer.step() updates what trains, which must be in memory then."""
-    for spec, _ in inputs_of(step) if trains else ():
+def check_frozen(step: fx.GraphModule, fixed: Mapping[str, str]) -> None:
+    """Raises CaptureError for a parameter that went to disk frozen, and is to train now. ``fixed``: the tiers of homes."""
+    for spec, _ in inputs_of(step):
         if is_trained(spec) and fixed.get(step.meta["homes"].get(spec.name, "")) == "disk":
             raise CaptureError(
                 f'{spec.name} is on disk, where only frozen weights can be without update="backward", and trains now. '

@@ -84,7 +84,7 @@ class Alike:
         return True
 
     def _before_view(self, source: fx.Node, before: int) -> bool:
-        """As for a view of ``source`` with so many elements before the rows."""
+        """Says the same of a view of ``source`` with so many elements before the rows."""
         shape = shape_of(source)
         for dim, length in enumerate(shape):
             outer, rest = divmod(before, prod(shape[:dim]))

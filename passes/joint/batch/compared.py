@@ -22,37 +22,10 @@ _FILLED = ("zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_
 _NUMBERED = ("arange", "eye", "linspace")
 _SIZES = (*_VIEWS, *_PICKS, *_FILLED, *_NUMBERED)
 _ARITHMETIC = (
-    "mul",
-    "truediv",
-    "div",
-    "add",
-    "sub",
-    "rsub",
-    "pow",
-    "floordiv",
-    "floor_divide",
-    "true_divide",
-    "multiply",
-    "mod",
-)
-_ARITHMETIC += (
-    "imul",
-    "itruediv",
-    "iadd",
-    "isub",
-    "mul_",
-    "div_",
-    "add_",
-    "sub_",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "divide",
-)
-_ARITHMETIC += ("clamp", "clamp_min", "clamp_max", "tensor", "scalar_tensor", "as_tensor", "full_like", "remainder", "fmod")
+    "mul", "multiply", "imul", "mul_", "div", "divide", "truediv", "true_divide", "itruediv", "div_", "floordiv",
+    "floor_divide", "add", "iadd", "add_", "sub", "isub", "sub_", "rsub", "pow", "mod", "remainder", "fmod", "eq", "ne",
+    "lt", "le", "gt", "ge", "clamp", "clamp_min", "clamp_max", "tensor", "scalar_tensor", "as_tensor", "full_like",
+)  # fmt: skip
 
 
 def compared(micro: fx.GraphModule, whole: fx.GraphModule) -> Numbers:
@@ -79,8 +52,8 @@ def _compare(micro: fx.GraphModule, whole: fx.GraphModule, numbers: Numbers) -> 
 
 
 def _used(graph: fx.Graph) -> set[fx.Node]:
-    """What results are made of, and what may change something in place. Of what is computed to ask for its value, as whether a
-    mask is empty, only the operations are compared."""
+    """Returns what results are made of, and what may change something in place. Of what is computed to ask for its value, as
+    whether a mask is empty, only the operations are compared."""
     used, todo = set[fx.Node](), [node for node in graph.nodes if node.op == "output" or _changes(node)]
     while todo:
         node = todo.pop()
@@ -91,8 +64,13 @@ def _used(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _changes(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _name(node)
     return node.op.startswith("call") and (name == "setitem" or (name.endswith("_") and not name.endswith("__")))
+
+
+def _name(call: fx.Node) -> str:
+    """The name of the function or method that is called."""
+    return call.target if isinstance(call.target, str) else getattr(call.target, "__name__", str(call.target))
 
 
 def _compare_held(micro: fx.GraphModule, whole: fx.GraphModule, one: fx.Node, other: fx.Node, numbers: Numbers) -> None:
@@ -104,8 +82,7 @@ def _compare_held(micro: fx.GraphModule, whole: fx.GraphModule, one: fx.Node, ot
 
 
 def _compare_call(one: fx.Node, other: fx.Node, same: dict[fx.Node, fx.Node], numbers: Numbers) -> None:
-    name = one.target if isinstance(one.target, str) else getattr(one.target, "__name__", str(one.target))
-    place, grown = str(one.meta.get("stack_trace")), _grown(one, other)
+    name, place, grown = _name(one), str(one.meta.get("stack_trace")), _grown(one, other)
     if name in _PICKS and grown is None and (of := _grown_operand(one, same)) is not None and _shape(of)[0] == 1:
         raise DependsOnRows(f"picks some of the rows ({name})", one)  # which shows in no graph of a single row
     if name in _FILLED and grown is not None:
@@ -140,7 +117,7 @@ def _fill(name: str, node: fx.Node) -> object:
 def _only_picks(node: fx.Node) -> bool:
     """Says whether numbers of rows are only used to pick, or to put, what is of the same row."""
     for user in node.users:
-        name = str(user.target if isinstance(user.target, str) else getattr(user.target, "__name__", ""))
+        name = _name(user)
         if user.args and user.args[0] is node:
             if name not in (*_VIEWS, "getitem", "unsqueeze", "squeeze", "to", "long") or not _only_picks(user):
                 return False

@@ -61,8 +61,8 @@ class Batch:
     def number(self, value: Any) -> float | None:
         """Returns a number, also one that the graph holds or makes of nothing; None for anything else."""
         if isinstance(value, fx.Node) and value.meta["val"].numel() == 1:
-            made = constant(value, self.constants)
-            return None if made is None else float(made)
+            number = constant(value, self.constants)
+            return None if number is None else float(number)
         return float(value) if isinstance(value, (int, float)) else None
 
     def depends(self, node: fx.Node) -> bool:
@@ -163,7 +163,7 @@ class _Following:
         return (rule or of_twice_as_many)(self, node)
 
     def _made_of_sizes(self, node: fx.Node, places: list[Places]) -> Place:
-        """As for an operation that computes with a number of rows: what it makes of a row differs in the whole batch."""
+        """The place in what is computed with a number of rows: what is made of a row then differs in the whole batch."""
         if all(place in (SHARED, SIZED) for place in places):
             return SIZED
         linear = node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)

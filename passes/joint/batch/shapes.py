@@ -53,9 +53,9 @@ def of_twice_as_many(following: Following, node: fx.Node, written: bool = False)
     vals: Any = node.meta["val"]
     along = [(shape_of(operand)[place.dim], place) for operand, place in following.along(node)]
     if not along:
-        return REDUCED if isinstance(vals, torch.Tensor) else (REDUCED,) * len(vals)
+        return _of_each(vals, REDUCED)
     if any(following.places[operand] == REDUCED for operand in node.all_input_nodes):
-        return UNKNOWN if isinstance(vals, torch.Tensor) else (UNKNOWN,) * len(vals)
+        return _of_each(vals, UNKNOWN)
 
     def same_dim(operand: fx.Node) -> int | None:
         shape = shape_of(operand)
@@ -69,15 +69,20 @@ def of_twice_as_many(following: Following, node: fx.Node, written: bool = False)
     ways = [same_dim] if written else [lambda operand: None, same_dim, first_dim]
     longer, way = next(((result, way) for way in ways if (result := _run(following, node, way)) is not None), (None, ways[0]))
     if longer is None or not _lengthened_alike(following, node, way):
-        return UNKNOWN if isinstance(vals, torch.Tensor) else (UNKNOWN,) * len(vals)
+        return _of_each(vals, UNKNOWN)
     if isinstance(vals, torch.Tensor):
         return _compared(following, node, vals, longer)
     if len(vals) != len(longer):  # rows cut into pieces
-        return (UNKNOWN,) * len(vals)
+        return _of_each(vals, UNKNOWN)
     return tuple(
         _compared(following, node, val, new) if isinstance(val, torch.Tensor) else SHARED
         for val, new in zip(vals, longer, strict=True)
     )
+
+
+def _of_each(vals: Any, place: Place) -> Places:
+    """The places of all results of an operation, which are alike."""
+    return place if isinstance(vals, torch.Tensor) else (place,) * len(vals)
 
 
 def _lengthened_alike(following: Following, node: fx.Node, lengthened: Callable[[fx.Node], int | None]) -> bool:

@@ -140,10 +140,10 @@ class CompiledStep:
         """Returns what ``_decided`` does, from the choices of a plan that this one was made of, if these are known."""
         token, known = plan.decisions.token, self._choices
         if token not in known:
-            found = next(((known[of], changed) for of, changed in plan.decisions.origins if of in known), None)
+            origin = next(((known[of], changed) for of, changed in plan.decisions.origins if of in known), None)
             if len(known) >= _MOST_CHOICES:
                 del known[next(iter(known))]
-            known[token] = self._decided(plan) if found is None else self._changed(plan, *found)
+            known[token] = self._decided(plan) if origin is None else self._changed(plan, *origin)
         return known[token]
 
     def _changed(
