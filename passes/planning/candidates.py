@@ -26,7 +26,7 @@ from mtcompile.passes.planning.frontier import Point, choose, fits, fits_host, f
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
 from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.program import Infeasible, NoSolver
-from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve, certificate, faster_than_resident, relaxation
+from mtcompile.passes.planning.linear.relaxation import Bounds, Relaxed, Solve, faster_than_resident
 from mtcompile.passes.planning.linear.seeds import Rounding, Within, seed_ladders
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
@@ -44,7 +44,7 @@ _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
 _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
 _REFINED = 100  # plans evaluated between two of a ladder
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
-_FEW_SEARCHED = 30  # fewer are no search of a step: plans are improved by moves that its equal blocks share
+_FEW_SEARCHED = 30  # fewer are no search of a step, which then has fewer seeds
 
 
 class _Stale(Exception):
@@ -163,13 +163,17 @@ class Candidates:
         """True if the host may cast anything."""
         return may_cast(self.problem.step) and any(i.work == "convert" for i in self._streamed.instructions)
 
-    @cached_property
+    @property
     def _relaxed(self) -> Solve:
-        return relaxation(self.problem, self.blocks, home_costs(self.problem, self._streamed, self.resident.schedule))
+        return self._bounds.solve
 
-    def certificate(self, device: int | None, host: int | None) -> Certificate | None:
-        """How fast any plan within these bytes could be; None without a solver."""
-        return certificate(self._relaxed, {"device": device, "host": host, "disk": self.problem.budgets.disk})
+    @cached_property
+    def _bounds(self) -> Bounds:
+        return Bounds(self.problem, self.blocks, home_costs(self.problem, self._streamed, self.resident.schedule))
+
+    def certificate(self, device: int | None, host: int | None, us: float = 0.0) -> Certificate | None:
+        """How fast any plan within these bytes could be; None without a solver. ``us``: see ``Bounds``."""
+        return self._bounds.certificate({"device": device, "host": host, "disk": self.problem.budgets.disk}, us)
 
     def bound_us(self, device: int | None, host: int | None) -> float:
         """The µs of the fastest plan that could be within these bytes; infinite if there can be none, 0 without a solver."""
@@ -193,7 +197,7 @@ class Candidates:
         resident = self.resident
         if fits(resident.plan, problem.budgets) and not self.resident_may_be_slow:  # the floor is reported anyway
             minimum = min(self.floor, resident.plan.peak_bytes["device"])
-            return completed(problem, resident, minimum, self.certificate(device, host))
+            return completed(problem, resident, minimum, self.certificate(device, host, resident.plan.total_us))
         if not self._points and not self._recall():
             self._search(resident.plan)
         try:
@@ -223,7 +227,7 @@ class Candidates:
         for tier, limit in budgets.nbytes.items():
             if limit is not None and peaks[tier] > limit:
                 raise shortfall(candidate, tier)
-        certificate = self.certificate(budgets.device, budgets.host)
+        certificate = self.certificate(budgets.device, budgets.host, candidate.plan.total_us)
         return completed(replace(self.problem, budgets=budgets), candidate, peaks["device"], certificate)
 
     def of_policy(self, policy: str, budgets: Budgets) -> Candidate:
@@ -249,7 +253,7 @@ class Candidates:
         candidate = self._with_less_on_host(self._improvement(self._again(point), budgets), budgets)
         fewest = min(point.peak for point in points if fits_host(point, budgets))
         minimum = min(fewest, candidate.plan.peak_bytes["device"])
-        return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host))
+        return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host, candidate.plan.total_us))
 
     def _improvement(self, candidate: Candidate, budgets: Budgets) -> Candidate:
         """Returns the fastest of the plan and of climbs that fit."""
@@ -357,23 +361,26 @@ class Candidates:
         return min(MOST_SEARCHED, _SEARCHED // operations**2)
 
     def _climbs(self) -> Climbs | None:
-        """Plans improved by moves that equal parts share; None where local search varies enough, or steps wait for a disk."""
-        if "disk" in self.problem.fixed_homes.values() or not self._evaluator.able or self._most_varied >= _FEW_SEARCHED:
+        """Plans improved by moves that equal parts share; None where steps wait for a disk."""
+        if "disk" in self.problem.fixed_homes.values() or not self._evaluator.able:
             return None
         if self._improved is None:
             about = self.problem, self.blocks, self.open_params, pareto(self._points), self.resident.plan.peak_bytes["device"]
-            self._improved = climbs_of(*about, lambda plan: self._paced(plan).plan, self._bound_us)
+            self._improved = climbs_of(*about, lambda plan: self._paced(plan).plan, self._bound_us, self._within)
             self._improved.plans |= {limits: self.evaluate(plan).plan for limits, plan in self._climbed.items()}
         return self._improved
 
     def _climbs_on_hosts(self, climbs: Climbs) -> HostClimbs:
         """Plans improved by the same moves within limits on the host."""
         if self._on_hosts is None:
-            held = held_nbytes(self.problem.step, self.problem.budgets)
-            seeds = Within(self._relaxed, self._by_density[0][0], Rounding(self.blocks, self.sizes), held)
             pace = Pace(lambda plan: self.evaluate(plan).plan, climbs.evaluate)
-            self._on_hosts = host_climbs(climbs, [*self._points, *self._variants], seeds, pace)
+            self._on_hosts = host_climbs(climbs, [*self._points, *self._variants], self._within, pace)
         return self._on_hosts
+
+    @cached_property
+    def _within(self) -> Within:
+        held = held_nbytes(self.problem.step, self.problem.budgets)
+        return Within(self._relaxed, self._by_density[0][0], Rounding(self.blocks, self.sizes), held)
 
     def _bound_us(self, device: int, host: int | None) -> float:
         """The µs of ``bound_us``. Each solution begins at the one before."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.plan import Choice, Decision, Plan
+from mtcompile.passes.planning.climbs.kicks import MOST_AHEAD, Move, differ, kicks
 from mtcompile.passes.planning.climbs.room import Room, rooms
 from mtcompile.passes.planning.frontier import Point
 from mtcompile.passes.planning.ladders import (
@@ -27,23 +28,22 @@ from mtcompile.passes.planning.ladders import (
     variant_decision,
     waiting,
 )
+from mtcompile.passes.planning.linear.seeds import Within
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant
 from mtcompile.passes.step_graph import regions
 
 _WHY = "found by climbing"
 _CLIMBS, _SHARES = 16, 25  # peaks up to which plans are improved, of how many
+_FINER = 4  # times as many shares for small steps, whose homes may be as large as one of these
 _STARTS, _MOVES = (1.0, 0.9, 0.8), (60, 40, 40)  # of a limit: where climbs to it start; plans that they evaluate at first
-_MOST_AHEAD = 4
 _PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at most, and that times their regions
 _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
-_KICKS, _KICKED = 6, 2  # homes, the largest first, of which plans decide otherwise, to climb on from there; how often, at most
-_FARTHER, _WAITING = (1, 2), (2, 4)  # how many regions more fetches are ahead in kicks, and how many of these homes wait then
+_KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
 _NEAR_FLOOR = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2)  # of the lowest peak: where little room makes plans much faster
 _LARGEST = 2  # sizes of homes that may wait
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
-Move = Callable[[Plan], Iterator[Plan]]
 
 
 class Limits(NamedTuple):
@@ -68,10 +68,11 @@ class Ways(NamedTuple):
     kicks: Move | None = None
 
 
-def limits_between(low: int, highest: Iterable[int], device_nbytes: int) -> list[int]:
-    """Returns the peaks up to which climbs go, by each of the ``highest``: shares of the device's memory, or, where few of
-    these lie between the lowest peak and the highest, peaks spread over these; and some near the lowest peak."""
-    shares, limits = [round(device_nbytes * i / _SHARES) for i in range(1, _SHARES)], set[int]()
+def limits_between(low: int, highest: Iterable[int], device_nbytes: int, parts: int = _SHARES) -> list[int]:
+    """Returns the peaks up to which climbs go, by each of the ``highest``: shares of the device's memory, which has so many
+    ``parts``, or, where few of these lie between the lowest peak and the highest, peaks spread over these; and some near the
+    lowest peak."""
+    shares, limits = [round(device_nbytes * i / parts) for i in range(1, parts)], set[int]()
     for high in highest:
         within = {limit for limit in shares if low <= limit <= high}
         if len(within) < _CLIMBS // 2:
@@ -88,21 +89,24 @@ def climbs_of(
     resident: int,
     evaluate: Callable[[Plan], Plan],
     bound: Callable[[int, int | None], float],
+    seeds: Within,
 ) -> Climbs:
     """Returns the climbs of a problem. ``sizes``: bytes of the homes whose tier is open; ``resident``: the peak of the plan
     with everything on the device; for the others see ``Climbs``."""
     host, held = problem.budgets.host_activations, held_nbytes(problem.step, problem.budgets)
     highest = frontier[-1].peak, *([resident] if differ(blocks) else [])
-    limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes)
     patience = max(1, min(_PATIENCE, _PATIENT_REGIONS // len(regions(problem.step))))
+    parts = _SHARES * _FINER if patience == _PATIENCE else _SHARES
+    limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes, parts)
     ways = Ways(moves(blocks, sizes, host), rooms(blocks, sizes, held, host), patience, kicks(blocks, sizes))
-    return Climbs(frontier, limits, ways, evaluate, bound)
+    return Climbs(frontier, limits, ways, evaluate, bound, seeds)
 
 
 class Climbs:
     """The best plans with a peak up to each of ``limits``: the frontier's, improved by moves. Each is a climb of its own, made
     when some budget may take it, and the same whatever was asked before. ``evaluate``: gives a plan its figures. ``bound``: the
-    fewest µs of any plan up to limits on the device and the host; not less for lower ones."""
+    fewest µs of any plan up to limits on the device and the host; not less for lower ones. ``seeds``: gives more plans to start
+    from where those of the frontier end far above it."""
 
     def __init__(
         self,
@@ -111,8 +115,10 @@ class Climbs:
         ways: Ways,
         evaluate: Callable[[Plan], Plan],
         bound: Callable[[int, int | None], float],
+        seeds: Within,
     ) -> None:
         self.frontier, self.limits, self.ways, self.evaluate, self.bound = frontier, limits, ways, evaluate, bound
+        self.seeds = seeds
         self.plans: dict[Limits, Plan] = {}  # with those within limits on the host (see ``hosts``)
 
     def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]], host: int | None = None) -> Plan:
@@ -136,12 +142,22 @@ class Climbs:
             for climb, most in zip(climbs, _MOVES, strict=True):
                 climb.go_on(self.ways.kinds, most * self.ways.patience)
             best = min(climbs, key=lambda climb: climb.best.total_us)
+            best = self._seeded(best) if best.best.total_us > _FAR * self.bound(*limits) else best
             many = 1 if self.ways.kicks is None else _MANY
             best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
             if (best := self._kicked(best)).best.total_us > _FAR * self.bound(*limits) and self.ways.kicks is not None:
                 best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * _MANY_FAR)
             self.plans[limits] = best.best
         return self.plans[limits]
+
+    def _seeded(self, best: Climb) -> Climb:
+        """Climbs from the fastest of the seeds that are within the limits, too."""
+        plans = self.seeds.plans(best.limits._asdict(), self.evaluate)
+        if within := [plan for plan in plans if not best.limits.missing(plan)]:
+            anew = replace(best, best=min(within, key=lambda plan: plan.total_us))
+            anew.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience)
+            best = min((best, anew), key=lambda climb: climb.best.total_us)
+        return best
 
     def _kicked(self, best: Climb) -> Climb:
         """Climbs on from where a climb ended, after each kick, and once more from the best of these if that helped."""
@@ -243,32 +259,6 @@ def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list
     return [*homes, _ahead, *of_blocks, _waits(by_size, sizes), *loads]
 
 
-def kicks(blocks: Sequence[Block], sizes: Mapping[str, int]) -> Move | None:
-    """Returns the kicks of a step most of whose blocks differ. Each of its largest homes is on the other tier: the updates on
-    the host and what the device computes may be equally long, so that no move about one of them makes a step faster. And
-    fetches are farther ahead, while some of the largest homes wait in the backward, where they have no room then."""
-    if not differ(blocks):
-        return None
-    homes = sorted(sizes, key=lambda home: -sizes[home])[:_KICKS]
-    kinds: tuple[WaitKind, ...] = ("return", "gradients")
-
-    def neighbours(plan: Plan) -> Iterator[Plan]:
-        for home, tier in zip(homes, plan.tiers(homes), strict=True):
-            other: Choice = "host" if tier == "device" else "device"
-            yield plan.with_decision(Decision("params", home, other, sizes[home], _WHY))
-        for farther, count in itertools.product(_FARTHER, _WAITING):
-            if (ahead := plan.lookahead + farther) <= _MOST_AHEAD:
-                decisions = [each for kind in kinds for each in waiting(kind, homes[:count], sizes, True, _WHY)]
-                yield replace(plan, lookahead=ahead).with_decisions(decisions)
-
-    return neighbours
-
-
-def differ(blocks: Sequence[Block]) -> bool:
-    """Tells whether most blocks differ from all others."""
-    return 2 * len({id(block.variants) for block in blocks}) > len(blocks)
-
-
 def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
     """Exchanges equal homes between the device and the host, moves one, and lets one stay from the forward to the backward."""
 
@@ -301,7 +291,7 @@ def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
 def _ahead(plan: Plan) -> Iterator[Plan]:
     """Fetches more or fewer regions ahead, and from the allocator or into slots."""
     for ahead in (plan.lookahead + 1, plan.lookahead - 1):
-        if 0 <= ahead <= _MOST_AHEAD:
+        if 0 <= ahead <= MOST_AHEAD:
             yield replace(plan, lookahead=ahead)
     yield replace(plan, pooled=not plan.pooled)
 

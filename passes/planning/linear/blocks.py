@@ -33,7 +33,8 @@ class Option:
 @dataclass(frozen=True, slots=True)
 class Choices:
     """The variables of blocks. By block: ``options`` for what it saves, and, for each value that leaves it (``crossing``), its
-    bytes and its two places; bytes by variable that it saves on the device (``saved``), that leave it and wait there
+    bytes and its two places; ``again``, for each that a call alone makes again, the variable for the
+    share in which one does; bytes by variable that it saves on the device (``saved``), that leave it and wait there
     (``leaving``), and that its backward gets back from the host (``back``); ``waiting``: of what left blocks before it and
     waits on the device, what no backward behind its own reads; ``given``: that its backward reads of what left other blocks
     and did not wait on the device, and ``given_first``: what of this no block behind it reads. ``repeated``: the µs of making
@@ -41,6 +42,7 @@ class Choices:
 
     options: dict[int, list[tuple[Option, int]]] = field(default_factory=dict)
     crossing: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    again: dict[fx.Node, int] = field(default_factory=dict)
     saved: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     leaving: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     waiting: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
@@ -63,9 +65,12 @@ class _Operands:
     sparing: list[int] = field(default_factory=list)
 
 
-def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms) -> Choices:
-    """Adds the share of each option for what a block saves, and of each place for each value that leaves it."""
+def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, bounds: bool) -> Choices:
+    """Adds the share of each option for what a block saves, and of each place for each value that leaves it. ``bounds``:
+    whether the optimum is to be a bound. Otherwise, where few blocks save anything, such as those of single operations, it is
+    as plans have it: they call regions again, for which parameters are fetched again."""
     choices = Choices()
+    calls = not bounds and problem.budgets.host_activations and 2 * sum(not block.saved for block in blocks) > len(blocks)
     operands = {block.index: _operands(problem.step, block) for block in blocks}
     hulls: dict[tuple[object, ...], tuple[Variant, ...]] = {}
     shared: dict[tuple[Variant, str], Option] = {}
@@ -75,7 +80,7 @@ def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms
         _cast_again(problem, block, terms, operands[block.index])
     again_us: dict[tuple[object, ...], float] = {}
     for block in blocks:
-        _place_crossing(problem, block, blocks, terms, choices, operands, again_us)
+        _place_crossing(problem, block, blocks, terms, choices, operands, again_us, bounds, calls)
     for block in blocks:
         _keep_no_more(problem.step, block, terms, choices, operands[block.index])
     return choices
@@ -167,6 +172,8 @@ def _place_crossing(
     choices: Choices,
     operands: Mapping[int, _Operands],
     again_us: dict[tuple[object, ...], float],
+    bounds: bool,
+    calls: bool,
 ) -> None:
     """Adds the places of each value that leaves a block. If a backward reads it, it is somewhere; otherwise only if the next
     block that reads it makes something again from it. ``again_us``: the µs of making values again, as far as they are known."""
@@ -177,14 +184,17 @@ def _place_crossing(
     choices.repeated.append(repeated)
     for value in block.crossing:
         nbytes, read_in = value.meta["nbytes"], _read_in((value,), index)
-        stays, again = program.variable(), program.variable()
+        by_call = calls and not block.saved
+        fetches = by_call and bool(terms.needs[block.region].read)
+        stays, again = program.variable(), program.variable(0.0 if fetches else 1.0)
         away = program.variable(1.0 if problem.budgets.host_activations else 0.0)
         places.append((nbytes, stays, away))
         choices.leaving[index][stays] = float(nbytes)
         by_host = {cast for operand in param_homes(problem.step, block.region) for cast in narrowing_casts(operand)}
         key = id(block.hull), int(value.args[1]), frozenset(by_host)
         if key not in again_us:
-            again_us[key] = _made_again_us(problem.step, block, value, by_host, problem.machine)
+            by_itself = not block.saved and (bounds or calls)
+            again_us[key] = _made_again_us(problem.step, block, value, by_host, problem.machine, by_itself)
         program.at_most({again: again_us[key], repeated: -1.0})
         somewhere = {stays: 1.0, away: 1.0, again: 1.0}
         others = set(_readers(value)) - {index}  # its own backward makes it again inside, if it makes anything again
@@ -193,6 +203,8 @@ def _place_crossing(
             choices.given[other] |= {away: float(nbytes), again: float(nbytes)}
         if _readers(value):
             program.equal.append((somewhere, 1.0))
+            if by_call and not fetches:
+                choices.again[value] = again
         elif (reader := next((other for other in blocks if other.region in value.users), None)) is not None:
             read_in, of = (reader.index, reader.index), operands[reader.index]
             if positions := of.of[of.body[value]]:
@@ -258,9 +270,11 @@ def _operands(step: fx.GraphModule, block: Block) -> _Operands:
     return _Operands(dict(zip(operands, inputs, strict=True)), by_operand, {})
 
 
-def _made_again_us(step: fx.GraphModule, block: Block, value: fx.Node, by_host: set[fx.Node], machine: Machine) -> float:
+def _made_again_us(
+    step: fx.GraphModule, block: Block, value: fx.Node, by_host: set[fx.Node], machine: Machine, by_itself: bool
+) -> float:
     """Returns the fewest µs that making again a value that leaves a block adds to any of its variants, if the host makes the
-    casts ``by_host``."""
+    casts ``by_host``. ``by_itself``: a call of its own does, as the block's backward makes nothing again."""
     kernel = kernel_of(step, block.region)
     outputs = body_outputs(kernel)
     saved = [outputs[int(value.args[1])] for value in block.saved]
@@ -269,8 +283,10 @@ def _made_again_us(step: fx.GraphModule, block: Block, value: fx.Node, by_host: 
         given = {saved[position] for position in variant.positions}
         without = by_host.union(recomputed([node for node in saved if node not in given], given))
         costs = [node_cost(node) for node in recomputed([outputs[int(value.args[1])]], given) if node not in without]
-        # Beside a kernel that is bound by FLOPs its traffic is free, and the other way round.
         total = sum(costs, Cost())
+        if by_itself:
+            return total.time_us(machine)
+        # Beside a kernel that is bound by FLOPs its traffic is free, and the other way round.
         return min(total.time_us(machine), total.traffic_us(machine), total.flops_us(machine))
 
     return min(map(more_us, block.hull))

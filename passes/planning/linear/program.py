@@ -92,6 +92,26 @@ class Program:
         """Solves the program without the rows of tiers that have no budget, with some variables ``fixed``. ``like``: a solution
         for the same tiers, of which the same is counted, to begin at. Returns the solution and the rows, whose prices are its
         last ones. Raises Infeasible. No variable and no row may be added any more."""
+        prepared, limits = self._within(budgets, counted)
+        bounds = prepared.bounds.copy()
+        for variable, value in fixed.items():
+            bounds[variable] = value
+        solution = prepared.solver(limits, bounds, prepared.start if like is None else like.basis)
+        if solution is None:
+            raise Infeasible("expected a solution of the linear program, found none")
+        return solution, prepared.rows
+
+    def whole(
+        self, budgets: Mapping[str, int | None], variables: Sequence[int], counted: Counted = (0, True)
+    ) -> tuple[float, dict[int, float]]:
+        """Returns a number that the first variable is not below where ``variables`` are 0 or 1, and these; empty where the
+        solver finds none."""
+        prepared, limits = self._within(budgets, counted)
+        least, values = prepared.solver.whole(limits, prepared.bounds, variables)
+        return least, {} if values is None else {variable: float(round(values[variable])) for variable in variables}
+
+    def _within(self, budgets: Mapping[str, int | None], counted: Counted) -> tuple[_Prepared, Any]:
+        """The program without the rows of tiers that have no budget, and the limits of its rows."""
         limited = tuple(tier for tier, nbytes in budgets.items() if nbytes is not None)
         if (counted, limited) not in self._prepared:
             rows = [*self.rows, *(row for row in self.held[counted] if row.tier in limited)]
@@ -100,13 +120,7 @@ class Program:
         limits = prepared.limits.copy()
         for tier in limited:
             limits[prepared.of_tier[tier]] += (budgets[tier] or 0) / _GIB
-        bounds = prepared.bounds.copy()
-        for variable, value in fixed.items():
-            bounds[variable] = value
-        solution = prepared.solver(limits, bounds, prepared.start if like is None else like.basis)
-        if solution is None:
-            raise Infeasible("expected a solution of the linear program, found none")
-        return solution, prepared.rows
+        return prepared, limits
 
     def _prepare(self, rows: Sequence[Row]) -> _Prepared:
         by_tier: dict[str, list[int]] = defaultdict(list)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from math import isfinite
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ from mtcompile.passes.planning.linear.blocks import Choices, place_blocks
 from mtcompile.passes.planning.linear.exposed import Gap, gaps_between
 from mtcompile.passes.planning.linear.homes import HomeCost
 from mtcompile.passes.planning.linear.memory import Waits, hold_memory, waiting
-from mtcompile.passes.planning.linear.program import Infeasible, gains_us
+from mtcompile.passes.planning.linear.program import Counted, Infeasible, Program, gains_us
 from mtcompile.passes.planning.linear.queues import take_time
 from mtcompile.passes.planning.linear.solver import Solution
 from mtcompile.passes.planning.linear.terms import Load, Terms, terms_of
@@ -29,6 +30,10 @@ from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.runtime.schedule import PHASES
 
 _GIB = 1 << 30
+_COUNTED: Counted = 0, True  # where the optimum is a bound
+_Bound = tuple[float, dict[str, float]]  # and its ``gains_us``
+_FAR = 1.02  # times its bound: then a plan's bound is worth a closer look
+_MOST_WHOLE, _NEARLY_ALL = 24, 0.99  # homes that may be whole: of more, one matters little; and their share of all bytes
 _FASTER = 0.999  # of the µs: less is not worth a search
 
 
@@ -50,6 +55,12 @@ class Relaxed:
         """Returns the share on the host of all bytes that leave a block."""
         places = self.choices.crossing[block]
         return sum(nbytes * self.values[away] for nbytes, _, away in places) / max(1, sum(nbytes for nbytes, _, _ in places))
+
+    def again(self, block: Block) -> float:
+        """Returns the share of all bytes that leave a block in which calls of their own make them again."""
+        again = self.choices.again
+        nbytes = sum(value.meta["nbytes"] * self.values[again[value]] for value in block.crossing if value in again)
+        return nbytes / max(1, sum(value.meta["nbytes"] for value in block.crossing))
 
 
 class Solve(Protocol):
@@ -116,27 +127,73 @@ class _Built(NamedTuple):
     waits: Waits
 
 
-def _build(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost], bounds: bool) -> _Built:
+def _build(
+    problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost], bounds: bool, whole: bool = False
+) -> _Built:
     """Builds the program. ``bounds``: with the time between two backwards, which those that fetch ahead do without: they have
-    the room for it, and a program with more variables has another of its optima."""
+    the room for it, and a program with more variables has another of its optima. ``whole``: with rows that bind where homes are
+    whole."""
     terms = terms_of(problem.step, problem.budgets.disk is not None)
     _place_homes(problem, costs, terms)
-    choices = place_blocks(problem, blocks, terms)
+    choices = place_blocks(problem, blocks, terms, bounds)
     gaps = gaps_between(problem, costs, terms, choices) if bounds else []
-    take_time(problem, costs, terms)
+    take_time(problem, costs, terms, whole)
     return _Built(terms, choices, gaps, waiting(problem, blocks, terms, choices))
 
 
-def certificate(solve: Solve, limits: Mapping[str, int | None]) -> Certificate | None:
-    """How fast any plan within ``limits`` could be, in bytes per tier; None without a solver. ``solve``: see ``relaxation``."""
+class Bounds:
+    """The bounds of a problem on the time of its plans. ``costs``: of its homes; ``solve``: see ``relaxation``."""
+
+    def __init__(self, problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost]) -> None:
+        self.problem, self.blocks, self.costs = problem, blocks, costs
+        self.solve = relaxation(problem, blocks, costs)
+
+    def certificate(self, limits: Mapping[str, int | None], us: float) -> Certificate | None:
+        """How fast any plan within ``limits`` could be, in bytes per tier; None without a solver. Where ``us``, of a plan, is
+        far above that, each of the largest homes is on one tier, which takes longer to find."""
+        certificate = _certificate(self._by_shares, limits)
+        if certificate is None or us <= _FAR * certificate.bound_us or len(self._largest) > _MOST_WHOLE:
+            return certificate
+        closer = _certificate(self._by_whole_homes, limits)
+        return certificate if closer is None or closer.bound_us <= certificate.bound_us else closer
+
+    def _by_shares(self, limits: Mapping[str, int | None]) -> _Bound:
+        relaxed = self.solve(limits)
+        return relaxed.bound_us, relaxed.gains_us()
+
+    def _by_whole_homes(self, limits: Mapping[str, int | None]) -> _Bound:
+        program, homes = self._whole
+        bound_us, decided = program.whole(limits, homes, _COUNTED)
+        if not isfinite(bound_us):
+            raise Infeasible("expected whole homes within the limits, found none")
+        solution, rows = program.solve(limits, decided, _COUNTED)
+        return bound_us, gains_us(rows, solution.values, solution.prices[len(solution.prices) - len(rows) :])
+
+    @cached_property
+    def _whole(self) -> tuple[Program, list[int]]:
+        """The program with rows that bind where homes are whole, and the variables of these."""
+        terms, choices, gaps, waits = _build(self.problem, self.blocks, self.costs, True, whole=True)
+        hold_memory(self.problem, self.blocks, terms, choices, waits, _COUNTED, gaps)
+        return terms.program, [terms.away[home] for home in self._largest]
+
+    @cached_property
+    def _largest(self) -> list[str]:
+        """The homes with nearly all bytes."""
+        held, largest, nbytes = held_nbytes(self.problem.step, self.problem.budgets), list[str](), 0
+        for home in sorted(held, key=lambda home: -held[home]):
+            if nbytes < _NEARLY_ALL * sum(held.values()):
+                largest.append(home)
+                nbytes += held[home]
+        return largest
+
+
+def _certificate(bound: Callable[[Mapping[str, int | None]], _Bound], limits: Mapping[str, int | None]) -> Certificate | None:
     with suppress(Infeasible):
-        relaxed = solve(limits)
-        gains_us = relaxed.gains_us()
+        bound_us, gains_us = bound(limits)
         for tier, nbytes in limits.items():
             if nbytes is not None and tier != "disk":
-                with_more = solve({**limits, tier: nbytes + _GIB})
-                gains_us[f"{tier} memory"] = relaxed.bound_us - with_more.bound_us
-        return Certificate(relaxed.bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
+                gains_us[f"{tier} memory"] = bound_us - bound({**limits, tier: nbytes + _GIB})[0]
+        return Certificate(bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
     return None
 
 

@@ -131,15 +131,15 @@ def _with_whole_homes(
 
 
 class Within(NamedTuple):
-    """Seeds within limits on the device and on the host. ``solve``: see ``relaxation``; ``least``: decides what the program
-    does not; ``held``: bytes by home, with its state."""
+    """Seeds within limits on the device and on the host, which may have none (None). ``solve``: see ``relaxation``; ``least``:
+    decides what the program does not; ``held``: bytes by home, with its state."""
 
     solve: Solve
     least: Plan
     rounding: Rounding
     held: Mapping[str, int]
 
-    def plans(self, limits: Mapping[str, int], evaluate: Callable[[Plan], Plan]) -> Iterator[Plan]:
+    def plans(self, limits: Mapping[str, int | None], evaluate: Callable[[Plan], Plan]) -> Iterator[Plan]:
         """Yields plans with their figures that are near ``limits``, a few for each number of blocks that fetches are ahead: as
         long as one is above a limit, the next is made for as many bytes less. ``evaluate``: gives a plan its figures."""
         for ahead in _AHEAD:
@@ -151,14 +151,18 @@ class Within(NamedTuple):
                 except Infeasible:
                     break
                 yield plan
-                above = {tier: max(0, plan.peak_bytes[tier] - most) for tier, most in limits.items()}
-                if not any(above.values()):
+                above = {tier: plan.peak_bytes[tier] - most for tier, most in limits.items() if most is not None}
+                if max(above.values()) <= 0:
                     break
-                within = {tier: most - tries * above[tier] for tier, most in within.items()}
+                for tier, nbytes in above.items():
+                    within[tier] = (within[tier] or 0) - tries * max(0, nbytes)
 
-    def _rounded(self, limits: Mapping[str, int], base: Plan, optimum: Relaxed) -> Plan:
-        """Returns a plan with as many homes on the device as the optimum has there, and at least as many as the host has no
-        room for. Raises Infeasible."""
+    def _rounded(self, limits: Mapping[str, int | None], base: Plan, optimum: Relaxed) -> Plan:
+        """Returns a plan with as many homes on the device as the optimum has there, or, without a limit on the host, a few
+        fewer where so many have no room; and at least as many as the host has no room for. Raises Infeasible."""
+        if limits["host"] is None:
+            fitting = _with_whole_homes(self.solve, limits, base.lookahead, self.rounding.sizes, Rule(), optimum)
+            return self.rounding(fitting, base)
         some = _chosen(optimum.resident, self.rounding.sizes, optimum.resident)
         order = sorted(optimum.resident, key=lambda home: (home not in some, -optimum.resident[home]))
         count, on_host = len(some), sum(self.held[home] for home in order[len(some) :])
@@ -210,8 +214,8 @@ class Rounding:
     def __call__(self, relaxed: Relaxed, base: Plan, latest_stay: bool = False) -> Plan:
         """Returns the plan that decides as a solution does. Of equal blocks as many take each option as its shares add up to;
         those that send values home are spread evenly, so that copies never pile up, and the later ones, whose values live
-        shortest, keep most. ``latest_stay``: of equal homes that stay from the forward to the backward, those read last do, for
-        the same reason; otherwise those that the program prefers."""
+        shortest, keep most, while the first make values again. ``latest_stay``: of equal homes that stay from the forward to
+        the backward, those read last do, for the same reason; otherwise those that the program prefers."""
         decisions, sizes, values = [], self.sizes, relaxed.values
         for home, share in relaxed.resident.items():
             if base.params(home) == "disk":
@@ -224,13 +228,14 @@ class Rounding:
         for members in self._alike.values():
             totals: dict[Option, float] = defaultdict(float)
             away = round(sum(relaxed.away(block.index) for block in members))
+            again = min(len(members) - away, round(sum(map(relaxed.again, members))))
             for block in members:
                 for option, variable in relaxed.choices.options[block.index]:
                     totals[option] += values[variable]
             chosen = _apportioned(totals, len(members))
             options = _spread(chosen, lambda option: option.variant.nbytes * (option.tier == "host"))
-            tiers: list[Choice] = ["device", "host"]
-            places = _spread([tiers[n < away] for n in reversed(range(len(members)))], lambda place: place == "host")
+            somewhere: list[Choice] = ["device"] * (len(members) - away - again) + ["host"] * away
+            places: list[Choice] = ["recompute"] * again + _spread(somewhere, lambda place: place == "host")
             for block, option, place in zip(members, options, places, strict=True):
                 decisions += self._about(block, option, place)
         named = {(d.kind, d.subject) for d in decisions}
@@ -280,5 +285,6 @@ def _block_decisions(block: Block, option: Option, place: Choice) -> list[Decisi
     tier: Choice = "device" if option.tier == "device" else "host"
     decisions = [variant_decision(block.name, block.saved, option.variant, _WHY)]
     values = [(block.saved[i], tier) for i in option.variant.positions]
-    values += [(value, place) for value in (*block.crossing, *block.others)]
+    values += [(value, place) for value in block.crossing]
+    values += [(value, place if block.saved else "device") for value in block.others]  # calls in between would send those home
     return decisions + [Decision("activation", value.name, where, value.meta["nbytes"], _WHY) for value, where in values]

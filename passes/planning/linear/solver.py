@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy
 
 Array = Any  # of numpy
+# Until how near to the least, as a share of it, and at how many nodes of the search a solver looks for whole numbers.
+_WHOLE: Mapping[str, Any] = {"mip_rel_gap": 2e-3, "mip_max_nodes": 100}
 
 
 class Solution(NamedTuple):
@@ -41,6 +43,10 @@ class Solver(Protocol):
     ``bounds``: the lowest and highest value of each variable. ``like``: a basis to begin at. None: there is no solution."""
 
     def __call__(self, limits: Array, bounds: Array, like: Any = None) -> Solution | None: ...
+
+    def whole(self, limits: Array, bounds: Array, variables: Sequence[int]) -> tuple[float, Array | None]:
+        """Returns a number that the first variable is not below where ``variables`` are whole numbers, and values of all that
+        are near it; None where none were found. It may be less than the least by a little (see ``_WHOLE``)."""
 
 
 def solver(matrix: Matrix, equal: int) -> Solver:
@@ -90,14 +96,8 @@ class _Highs:
         self._bounds = numpy.zeros((matrix.columns, 2))
 
     def __call__(self, limits: Array, bounds: Array, like: Any = None) -> Solution | None:
-        highs, rows = self._highs, len(limits)
-        lowest = numpy.full(rows, -numpy.inf)
-        lowest[: self.equal] = limits[: self.equal]
-        changed = numpy.flatnonzero((bounds != self._bounds).any(axis=1)).astype(numpy.int32)
-        self._bounds = bounds
-        highs.clearSolver()  # what was solved before must not show: of several optima, the same one is taken every time
-        highs.changeColsBounds(len(changed), changed, *(numpy.ascontiguousarray(bounds[changed, side]) for side in (0, 1)))
-        highs.changeRowsBounds(rows, numpy.arange(rows, dtype=numpy.int32), lowest, limits)
+        highs = self._highs
+        self._set(limits, bounds)
         if like is not None:
             highs.setBasis(like)
         highs.run()
@@ -106,6 +106,32 @@ class _Highs:
         solution = highs.getSolution()
         optimum = float(highs.getInfo().objective_function_value)
         return Solution(optimum, numpy.array(solution.col_value), -numpy.array(solution.row_dual), highs.getBasis())
+
+    def whole(self, limits: Array, bounds: Array, variables: Sequence[int]) -> tuple[float, Array | None]:
+        highs, kinds = self._highs, self._module.HighsVarType
+        self._set(limits, bounds)
+        for variable in variables:
+            highs.changeColIntegrality(variable, kinds.kInteger)
+        for name, value in {**_WHOLE, "presolve": "on", "threads": 1}.items():
+            highs.setOptionValue(name, value)
+        highs.run()
+        info, values = highs.getInfo(), highs.getSolution()
+        least = float(info.mip_dual_bound)
+        found = numpy.array(values.col_value) if values.value_valid else None
+        for variable in variables:
+            highs.changeColIntegrality(variable, kinds.kContinuous)
+        highs.setOptionValue("presolve", "off")
+        return least, found
+
+    def _set(self, limits: Array, bounds: Array) -> None:
+        highs, rows = self._highs, len(limits)
+        lowest = numpy.full(rows, -numpy.inf)
+        lowest[: self.equal] = limits[: self.equal]
+        changed = numpy.flatnonzero((bounds != self._bounds).any(axis=1)).astype(numpy.int32)
+        self._bounds = bounds
+        highs.clearSolver()  # what was solved before must not show: of several optima, the same one is taken every time
+        highs.changeColsBounds(len(changed), changed, *(numpy.ascontiguousarray(bounds[changed, side]) for side in (0, 1)))
+        highs.changeRowsBounds(rows, numpy.arange(rows, dtype=numpy.int32), lowest, limits)
 
 
 @dataclass(slots=True)
@@ -135,3 +161,15 @@ class _Scipy:
             return None
         prices = -numpy.concatenate([result.eqlin.marginals, result.ineqlin.marginals])
         return Solution(float(result.fun), result.x, prices, None)
+
+    def whole(self, limits: Array, bounds: Array, variables: Sequence[int]) -> tuple[float, Array | None]:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        objective, integral = numpy.zeros(self.matrix.columns), numpy.zeros(self.matrix.columns)
+        objective[0], integral[list(variables)] = 1.0, 1
+        equations, rows = self._parts
+        fixed = limits[: self.equal]
+        constraints = [LinearConstraint(equations, fixed, fixed), LinearConstraint(rows, -numpy.inf, limits[self.equal :])]
+        options = {name: value for name, value in zip(("mip_rel_gap", "node_limit"), _WHOLE.values(), strict=True)}
+        result = milp(objective, integrality=integral, bounds=Bounds(*bounds.T), constraints=constraints, options=options)
+        return -numpy.inf if result.mip_dual_bound is None else float(result.mip_dual_bound), result.x

@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def test_the_bound_is_never_above_a_plan(case: str, way: str, every: bool) -> No
         for _ in range(8):
             plan = varied(candidates, rnd)
             plan = rnd.choice([paced(plan, candidates.evaluate), candidates.evaluate(impatient(plan) or plan)]).plan
-            certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"])
+            certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"], inf)
             assert certificate is not None and certificate.bound_us <= plan.total_us * (1 + 1e-9), machine.name
 
 
@@ -136,7 +137,7 @@ def test_the_bound_is_never_above_a_plan_with_homes_on_disk(case: str, way: str,
         candidates = Candidates(PlanningProblem(BOUNDED[case](), machine, budgets))
         plan = with_homes_on_disk(varied(candidates, rnd), rnd)
         plan = rnd.choice([paced(plan, candidates.evaluate), candidates.evaluate(impatient(plan) or plan)]).plan
-        certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"])
+        certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"], inf)
         assert certificate is not None and certificate.bound_us <= plan.total_us * (1 + 1e-9), machine.name
 
 
@@ -274,7 +275,7 @@ def test_updates_that_need_not_wait_for_the_last_cast_are_seen() -> None:
     assert least.total_us < patient.total_us and least.peak_bytes["host"] < patient.peak_bytes["host"]
     host = least.peak_bytes["host"]
     assert candidates.by_policy("megatrain", Budgets(host=host, updates=Updates())).plan == replace(
-        least, budget_bytes={"device": None, "host": host}, certificate=candidates.certificate(None, host)
+        least, budget_bytes={"device": None, "host": host}, certificate=candidates.certificate(None, host, least.total_us)
     )
     assert candidates.best(least.peak_bytes["device"], host).plan.total_us <= least.total_us
     points = candidates._points
@@ -319,8 +320,7 @@ def test_climbs_make_no_budget_slower_and_do_not_depend_on_what_was_asked_before
     problem = PlanningProblem(step(), MACHINES[1], Budgets(updates=WAYS["behind the forward"]))
     assert differ(Candidates(problem).blocks)  # such steps are climbed on from kicks
 
-    def times_us(least_searched: int, shares: Sequence[float]) -> list[float]:
-        monkeypatch.setattr(candidates_module, "_FEW_SEARCHED", least_searched)
+    def times_us(shares: Sequence[float]) -> list[float]:
         candidates = Candidates(problem)
         low, high = candidates.floor, candidates.resident.plan.peak_bytes["device"]
         found = []
@@ -333,10 +333,12 @@ def test_climbs_make_no_budget_slower_and_do_not_depend_on_what_was_asked_before
         return found
 
     rising = [0.05, 0.2, 0.4, 0.6, 0.8, 0.97]
-    climbed, without = times_us(1000, rising), times_us(0, rising)
+    climbed = times_us(rising)
     assert climbed == sorted(climbed, reverse=True)
+    assert times_us(rising[::-1]) == climbed[::-1]
+    monkeypatch.setattr(Candidates, "_climbs", lambda candidates: None)
+    without = times_us(rising)
     assert all(after <= before for after, before in zip(climbed, without, strict=True)) and climbed != without
-    assert times_us(1000, rising[::-1]) == climbed[::-1]
 
 
 @pytest.mark.parametrize("step", [crossing, skips])

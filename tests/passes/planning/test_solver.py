@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -51,3 +52,23 @@ def test_what_has_no_solution_says_so() -> None:
     bounds[1:, 1] = 0.0
     assert _Highs(matrix, _EQUAL)(limits, bounds) is None and _Scipy(matrix, _EQUAL)(limits, bounds) is None
     assert _Highs(matrix, _EQUAL)(limits, program(0)[2]) is not None
+
+
+def test_both_interfaces_bound_a_program_with_whole_numbers() -> None:
+    """The bound is not above the best of all whole numbers, and not far below it; later solutions are in parts again."""
+    for seed in range(6):
+        matrix, limits, bounds = program(seed)
+        whole = random.Random(seed).sample(range(1, _COLUMNS), 5)
+        best = numpy.inf
+        for values in itertools.product((0.0, 1.0), repeat=len(whole)):
+            decided = bounds.copy()
+            decided[whole] = [(value, value) for value in values]
+            if (solution := _Highs(matrix, _EQUAL)(limits, decided)) is not None:
+                best = min(best, solution.optimum)
+        for solver in (_Highs(matrix, _EQUAL), _Scipy(matrix, _EQUAL)):
+            in_parts = solver(limits, bounds)
+            least, found = solver.whole(limits, bounds, whole)
+            again = solver(limits, bounds)
+            assert in_parts is not None and again is not None and again.optimum == in_parts.optimum
+            assert max(in_parts.optimum, 0.995 * best) <= least + 1e-9 and least <= best + 1e-9
+            assert found is not None and all(abs(found[v] - round(found[v])) < 1e-6 for v in whole)

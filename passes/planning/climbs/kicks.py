@@ -1,0 +1,42 @@
+"""Kicks: moves that climbs make whatever they cost, where no other makes a plan faster, to climb on from there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from mtcompile.passes.plan import Choice, Decision, Plan
+from mtcompile.passes.planning.ladders import Block, WaitKind, waiting
+
+_WHY = "found by climbing"
+MOST_AHEAD = 4
+_KICKS = 6  # homes, the largest first, of which plans decide otherwise
+_FARTHER, _WAITING = (1, 2), (2, 4)  # how many regions more fetches are ahead, and how many of these homes wait then
+Move = Callable[[Plan], Iterator[Plan]]
+
+
+def kicks(blocks: Sequence[Block], sizes: Mapping[str, int]) -> Move | None:
+    """Returns the kicks of a step most of whose blocks differ. Each of its largest homes is on the other tier: the updates on
+    the host and what the device computes may be equally long, so that no move about one of them makes a step faster. And
+    fetches are farther ahead, while some of the largest homes wait in the backward, where they have no room then."""
+    if not differ(blocks):
+        return None
+    homes = sorted(sizes, key=lambda home: -sizes[home])[:_KICKS]
+    kinds: tuple[WaitKind, ...] = ("return", "gradients")
+
+    def neighbours(plan: Plan) -> Iterator[Plan]:
+        for home, tier in zip(homes, plan.tiers(homes), strict=True):
+            other: Choice = "host" if tier == "device" else "device"
+            yield plan.with_decision(Decision("params", home, other, sizes[home], _WHY))
+        for farther, count in itertools.product(_FARTHER, _WAITING):
+            if (ahead := plan.lookahead + farther) <= MOST_AHEAD:
+                decisions = [each for kind in kinds for each in waiting(kind, homes[:count], sizes, True, _WHY)]
+                yield replace(plan, lookahead=ahead).with_decisions(decisions)
+
+    return neighbours
+
+
+def differ(blocks: Sequence[Block]) -> bool:
+    """Tells whether most blocks differ from all others."""
+    return 2 * len({id(block.variants) for block in blocks}) > len(blocks)
