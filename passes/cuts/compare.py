@@ -18,7 +18,8 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import fx
 
-from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.analysis.rows import fetched_by_rows
+from mtcompile.passes.analysis.state import Budgets, held_nbytes
 from mtcompile.passes.cuts.form import Allowed, Form, chains_of_forms
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, possible_cuts
 from mtcompile.passes.cuts.fragments.figures import streaming
@@ -139,6 +140,7 @@ class Comparison(Generic[S]):
         self.fitting, self.refused = list[tuple[S, Planned]](), list[tuple[S, DoesNotFit]]()
         self._unlikely, self._considered, self._fewest = list[S](), dict[int, S](), dict[int, int]()
         self.hurries, self._too_many_chunks = False, inf
+        self._coarsest = list[S]()
         self._waiting, self._left_out = list[tuple[float, S]](), list[S]()  # those that wait: with the µs of a quick plan
 
     @property
@@ -162,7 +164,28 @@ class Comparison(Generic[S]):
         """True if no other form could be much faster than the best one."""
         if (best := self.best) is None:
             return False
-        return best[1].plan.all_resident or is_near(best[0].candidates, self.forms.limits, best[1].plan.total_us)
+        form, plan = best[0], best[1].plan
+        if plan.all_resident or self.forms.limits.disk is not None:  # with a disk, only where the first does not fit
+            return True
+        least_us = min(self._finer_us(coarsest) for coarsest in self._coarsest)
+        if self._goes_by_bounds(form) and least_us > _PROMISE * form.candidates.bound_us(*self._device_and_host):
+            return True
+        return plan.total_us <= (_NEAR if is_small(form.candidates) else _NEAR_LARGE) * least_us
+
+    def _finer_us(self, form: S) -> float:
+        """Returns the µs of the fastest plan that could be of a form and of all finer ones: as if what a block's work needs
+        while it runs took no memory, nor what others may take few rows of."""
+        device, host = self._device_and_host
+        step = form.candidates.problem.step
+        names = fetched_by_rows(self.forms.captured, self.allowed.last_embeddings).keys()
+        names -= {name for coarsest in self._coarsest for name in coarsest.candidates.problem.step.meta["rows"]}
+        held = held_nbytes(step, form.candidates.problem.budgets)
+        more = sum(held[home] for home in {step.meta["homes"][name] for name in names if name in step.meta["homes"]})
+        return form.candidates.bound_us(None if device is None else device + more, host, inside=False)
+
+    @property
+    def _device_and_host(self) -> tuple[int | None, int | None]:
+        return self.forms.limits.device, self.forms.limits.host
 
     @property
     def _alone(self) -> bool:
@@ -177,6 +200,7 @@ class Comparison(Generic[S]):
 
     def _compare(self, coarsest: Iterable[S], chains: Iterable[Iterable[S]]) -> None:
         for form in coarsest:  # how good its plan is says which others to make
+            self._coarsest.append(form)
             self._consider(form, may_wait=False)
             if (best := self.best) is not None and best[1].plan.all_resident:
                 if not self.allowed.in_fragments or not streaming(best[1].schedule).staging_nbytes:
@@ -339,16 +363,6 @@ def promises_more(candidates: Candidates, limits: Budgets, best: Candidates) -> 
     """Tells whether a form is worth a search beside the ``best`` one: its plans are about as far from its bound as those of the
     best one from theirs."""
     return candidates.bound_us(limits.device, limits.host) <= _PROMISE * best.bound_us(limits.device, limits.host)
-
-
-def is_near(candidates: Candidates, limits: Budgets, us: float) -> bool:
-    """Tells whether no other form could be much faster than a step's plan, which takes ``us``. Another form may need as much
-    less memory as the leanest plan takes, for the same work. With a disk, forms are compared only where the first does not
-    fit."""
-    if limits.disk is not None:
-        return True
-    more = None if limits.device is None else limits.device + candidates.floor
-    return us <= (_NEAR if is_small(candidates) else _NEAR_LARGE) * candidates.bound_us(more, limits.host)
 
 
 def is_small(candidates: Candidates) -> bool:

@@ -155,8 +155,7 @@ class Candidates:
 
     @cached_property
     def _evaluator(self) -> Evaluator:
-        akin = None if self._akin is None else self._akin._evaluator
-        return Evaluator(self.problem, self.draft, self._casts, known=akin)
+        return Evaluator(self.problem, self.draft, self._casts, known=self._akin and self._akin._evaluator)
 
     @cached_property
     def _casts(self) -> bool:
@@ -175,10 +174,11 @@ class Candidates:
         """How fast any plan within these bytes could be; None without a solver. ``us``: see ``Bounds``."""
         return self._bounds.certificate({"device": device, "host": host, "disk": self.problem.budgets.disk}, us)
 
-    def bound_us(self, device: int | None, host: int | None) -> float:
-        """The µs of the fastest plan that could be within these bytes; infinite if there can be none, 0 without a solver."""
+    def bound_us(self, device: int | None, host: int | None, inside: bool = True) -> float:
+        """The µs of the fastest plan that could be within these bytes; infinite if there can be none, 0 without a solver.
+        ``inside``: False for any form of the step (see ``relaxation``)."""
         try:
-            return self._relaxed({"device": device, "host": host, "disk": self.problem.budgets.disk}).bound_us
+            return self._relaxed({"device": device, "host": host, "disk": self.problem.budgets.disk}, inside=inside).bound_us
         except Infeasible as error:
             return 0.0 if isinstance(error, NoSolver) else inf
 
@@ -379,8 +379,8 @@ class Candidates:
 
     @cached_property
     def _within(self) -> Within:
-        held = held_nbytes(self.problem.step, self.problem.budgets)
-        return Within(self._relaxed, self._by_density[0][0], Rounding(self.blocks, self.sizes), held)
+        about = Rounding(self.blocks, self.sizes), held_nbytes(self.problem.step, self.problem.budgets)
+        return Within(self._relaxed, self._by_density[0][0], *about)
 
     def _bound_us(self, device: int, host: int | None) -> float:
         """The µs of ``bound_us``. Each solution begins at the one before."""

@@ -30,7 +30,7 @@ from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.runtime.schedule import PHASES
 
 _GIB = 1 << 30
-_COUNTED: Counted = 0, True  # where the optimum is a bound
+_COUNTED = Counted()  # where the optimum is a bound
 _Bound = tuple[float, dict[str, float]]  # and its ``gains_us``
 _FAR = 1.02  # times its bound: then a plan's bound is worth a closer look
 _MOST_WHOLE, _NEARLY_ALL = 24, 0.99  # homes that may be whole: of more, one matters little; and their share of all bytes
@@ -73,6 +73,7 @@ class Solve(Protocol):
         ahead: int = 0,
         like: Relaxed | None = None,
         again: bool = True,
+        inside: bool = True,
     ) -> Relaxed: ...
 
 
@@ -81,7 +82,8 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
     limit) and raises Infeasible. ``decided``: homes that are on the device (True) or on the host. ``ahead``: how many
     blocks ahead prefetches are in memory, beside what must be there; the optimum bounds all plans only if it is 0. ``like``: an
     optimum for the same tiers and as many blocks ahead, from which it is not far to this one. ``again``: False leaves out the
-    room for what backwards make again."""
+    room for what backwards make again; ``inside``: False leaves out all that a block's work needs only while it runs, of which
+    other forms of the step need less."""
     built: dict[bool, _Built] = {}  # by whether the optimum is to be a bound
     known: dict[object, tuple[Relaxed, Relaxed | None]] = {}  # with what each began at, whose identity is in its key
 
@@ -91,17 +93,19 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
         ahead: int = 0,
         like: Relaxed | None = None,
         again: bool = True,
+        inside: bool = True,
     ) -> Relaxed:
-        key = *limits.items(), frozenset(decided.items()), ahead, again, id(like)
+        counted = Counted(ahead, again, inside)
+        key = *limits.items(), frozenset(decided.items()), counted, id(like)
         if key in known:
             return known[key][0]
         if (bounds := not ahead) not in built:
             built[bounds] = _build(problem, blocks, costs, bounds)
         terms, choices, gaps, waits = built[bounds]
-        if (counted := (ahead, again)) not in terms.program.held:
+        if counted not in terms.program.held:
             hold_memory(problem, blocks, terms, choices, waits, counted, gaps)
         fixed = {terms.away[home]: 0.0 if resident else 1.0 for home, resident in decided.items()}
-        solution, rows = terms.program.solve(limits, fixed, counted, None if like is None else like.solution)
+        solution, rows = terms.program.solve(limits, counted, fixed, None if like is None else like.solution)
         values: list[float] = solution.values.tolist()
         relaxed = Relaxed(
             solution.optimum,
@@ -163,10 +167,10 @@ class Bounds:
 
     def _by_whole_homes(self, limits: Mapping[str, int | None]) -> _Bound:
         program, homes = self._whole
-        bound_us, decided = program.whole(limits, homes, _COUNTED)
+        bound_us, decided = program.whole(limits, _COUNTED, homes)
         if not isfinite(bound_us):
             raise Infeasible("expected whole homes within the limits, found none")
-        solution, rows = program.solve(limits, decided, _COUNTED)
+        solution, rows = program.solve(limits, _COUNTED, decided)
         return bound_us, gains_us(rows, solution.values, solution.prices[len(solution.prices) - len(rows) :])
 
     @cached_property

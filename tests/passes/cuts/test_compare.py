@@ -52,7 +52,7 @@ def searched(
         order.append(form.form.chunks)
         return SimpleNamespace(plan=SimpleNamespace(total_us=form.time_us, all_resident=False))
 
-    monkeypatch.setattr(compare, "is_near", lambda *about: False)
+    monkeypatch.setattr(Comparison, "is_near", False)
     monkeypatch.setattr(compare, "is_small", lambda *about: small)
     forms: Any = SimpleNamespace(find=find, allows=lambda cut: True, limits=Budgets(1, host, 0))
     Comparison(forms, Allowed(in_fragments=in_fragments)).run([first], [iter((first, *finer))])
@@ -77,7 +77,7 @@ def test_finer_forms_are_left_out_once_the_bound_rises(monkeypatch: pytest.Monke
 
 
 def test_no_form_has_more_chunks_once_the_bound_rises_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "is_near", lambda *about: False)
+    monkeypatch.setattr(Comparison, "is_near", False)
     monkeypatch.setattr(compare, "is_small", lambda *about: False)
     planned = SimpleNamespace(plan=SimpleNamespace(total_us=120.0, all_resident=False))
     forms: Any = SimpleNamespace(find=lambda form: planned, allows=lambda cut: True, limits=Budgets(1, None, 0))
