@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -18,9 +18,13 @@ from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
 from mtcompile.runtime.deps import Waits, derive, waits
-from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.schedule import Queue, Schedule, gib
 from mtcompile.runtime.sim import simulate
-from mtcompile.runtime.trace import busy_us
+from mtcompile.runtime.trace import Trace, busy_us, exposed_us, time_of
+
+_FAR = 0.1  # above its bound: then a plan says what it waits for, as far as that takes so much of its step:
+_TOLD = 0.01
+_WAITS: Mapping[Queue, str] = {"h2d": "copies to it", "d2h": "copies from it", "disk_read": "reads from disk"}
 
 
 class Inexact(AssertionError):
@@ -74,7 +78,8 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
     figures = _with_figures(problem, candidate.plan, schedule, None)
     if figures != candidate.plan:
         raise Inexact(f"expected the figures that the plan was chosen by, found others:\n{candidate.plan}\n{figures}")
-    busy: dict[str, float] = {queue: us for queue, us in busy_us(simulate(schedule)).items()}
+    trace = simulate(schedule)
+    busy: dict[str, float] = {queue: us for queue, us in busy_us(trace).items()}
     busy["update"] = candidate.plan.update_us
     busy["disk"] = problem.machine.drive_us(*drive_nbytes(schedule, candidate.plan))
     limits, rows = problem.budgets.nbytes, problem.step.meta["rows"]
@@ -87,11 +92,23 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
         limiting_resource=max(busy, key=lambda resource: busy[resource]),
     )
     told = [f"{name}: the device holds the rows that a batch names, at most {r.count} of {r.rows}" for name, r in rows.items()]
-    plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *told))))
+    plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *told, *_far_from_bound(plan, trace)))))
     plan = replace(plan, **dict(zip(("fetched", "copies"), fetches(step, schedule), strict=True)))
     plan = replace(plan, all_resident=is_resident(schedule))
     stated = {tier: nbytes for tier, nbytes in limits.items() if nbytes is not None}
     return Planned(plan, step, replace(schedule, budget_nbytes=stated))
+
+
+def _far_from_bound(plan: Plan, trace: Trace) -> Iterator[str]:
+    """Says why a plan is far above its bound, by what the device waits for in it. ``trace``: of its schedule."""
+    if plan.certificate is not None and (gap := plan.certificate.gap(plan.total_us)) > _FAR:
+        waits = {words: exposed_us(trace, queue) for queue, words in _WAITS.items()} | {"updates": plan.update_us}
+        least_us = _TOLD * plan.total_us
+        longest = sorted(((us, words) for words, us in waits.items() if us > least_us), reverse=True)
+        told = ", ".join(f"{time_of(us)} for {words}" for us, words in longest) or "hardly ever"
+        least = f"{gib(plan.minimum_device_bytes)} is the least device memory that works"
+        why = "the bound lets all work overlap, and counts memory only where it must be in use"
+        yield f"the step is {gap:.0%} above its bound: {why}; in this plan the device waits {told}; {least}"
 
 
 def _with_traffic(plan: Plan, schedule: Schedule, machine: Machine) -> Plan:

@@ -47,7 +47,7 @@ def test_a_bound_of_whole_homes_is_near_the_best_of_all_places_and_not_above_it(
     plans, homes = [], list(candidates.sizes)
     base = candidates.evaluate(candidates.base).plan
     for tiers, ahead, fetch in itertools.product(
-        itertools.product(("device", "host"), repeat=len(homes)), (0, 1, 2), ("keep", "again")
+        itertools.product(("device", "host"), repeat=len(homes)), (0, 1), ("keep", "again")
     ):
         placed: list[Any] = [("params", home, tier) for home, tier in zip(homes, tiers, strict=True)]
         placed += [("fetch", home, fetch) for home in homes]
@@ -85,3 +85,15 @@ def test_seeds_of_blocks_that_save_nothing_make_values_again_and_keep_to_their_l
     assert max(map(peaks, shares)) <= 1.05
     monkeypatch.setattr(Relaxed, "again", lambda relaxed, block: 0.0)
     assert max(map(peaks, shares)) > 1.15
+
+
+def test_a_plan_far_above_its_bound_says_what_the_device_waits_for() -> None:
+    problem = PlanningProblem(chain(4, 64, 8), _MACHINE, Budgets(updates=Updates(run_ahead=True)))
+    candidates = Candidates(problem)
+    told = []
+    for budget in range(candidates.floor, candidates.resident.plan.peak_bytes["device"], 20000):
+        plan = candidates.best(budget, None).plan
+        notes = [note for note in plan.notes if "above its bound" in note]
+        assert len(notes) == (plan.gap > 0.1)
+        told += [f"the step is {plan.gap:.0%} above its bound" in note and "for copies to it" in note for note in notes]
+    assert told and all(told)
