@@ -366,7 +366,7 @@ class Candidates:
             return None
         if self._improved is None:
             about = self.problem, self.blocks, self.open_params, pareto(self._points), self.resident.plan.peak_bytes["device"]
-            self._improved = climbs_of(*about, lambda plan: self._paced(plan).plan, self._bound_us, self._within)
+            self._improved = climbs_of(*about, lambda plan: self._paced(plan).plan, (self._bound_us, self._within))
             self._improved.plans |= {limits: self.evaluate(plan).plan for limits, plan in self._climbed.items()}
         return self._improved
 

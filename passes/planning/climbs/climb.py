@@ -87,18 +87,17 @@ def climbs_of(
     frontier: Sequence[Point],
     resident: int,
     evaluate: Callable[[Plan], Plan],
-    bound: Callable[[int, int | None], float],
-    seeds: Within,
+    by_program: tuple[Callable[[int, int | None], float], Within],
 ) -> Climbs:
     """Returns the climbs of a problem. ``sizes``: bytes of the homes whose tier is open; ``resident``: the peak of the plan
-    with everything on the device; for the others see ``Climbs``."""
+    with everything on the device; ``by_program``: ``bound`` and ``seeds``, for which, as for the others, see ``Climbs``."""
     host, held = problem.budgets.host_activations, held_nbytes(problem.step, problem.budgets)
     highest = frontier[-1].peak, *([resident] if differ(blocks) else [])
     patience = max(1, min(_PATIENCE, _PATIENT_REGIONS // len(regions(problem.step))))
     parts = _SHARES * _FINER if patience == _PATIENCE else _SHARES
     limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes, parts)
     ways = Ways(moves(blocks, sizes, host), rooms(blocks, sizes, held, host), patience, kicks(blocks, sizes))
-    return Climbs(frontier, limits, ways, evaluate, bound, seeds)
+    return Climbs(frontier, limits, ways, evaluate, *by_program)
 
 
 class Climbs:

@@ -65,6 +65,16 @@ class _Operands:
     sparing: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Making:
+    """How values between blocks are made again. ``us``: of making one, as far as it is known; for the others see
+    ``place_blocks``."""
+
+    bounds: bool
+    calls: bool
+    us: dict[tuple[object, ...], float] = field(default_factory=dict)
+
+
 def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, bounds: bool) -> Choices:
     """Adds the share of each option for what a block saves, and of each place for each value that leaves it. ``bounds``:
     whether the optimum is to be a bound. Otherwise, where few blocks save anything, such as those of single operations, it is
@@ -78,9 +88,9 @@ def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms
         _place_saved(problem, block, terms, choices, operands[block.index], hulls, shared)
         _fetch_again(problem, block, terms, operands[block.index])
         _cast_again(problem, block, terms, operands[block.index])
-    again_us: dict[tuple[object, ...], float] = {}
+    making = _Making(bounds, calls)
     for block in blocks:
-        _place_crossing(problem, block, blocks, terms, choices, operands, again_us, bounds, calls)
+        _place_crossing(problem, block, blocks, terms, choices, operands, making)
     for block in blocks:
         _keep_no_more(problem.step, block, terms, choices, operands[block.index])
     return choices
@@ -171,12 +181,10 @@ def _place_crossing(
     terms: Terms,
     choices: Choices,
     operands: Mapping[int, _Operands],
-    again_us: dict[tuple[object, ...], float],
-    bounds: bool,
-    calls: bool,
+    making: _Making,
 ) -> None:
     """Adds the places of each value that leaves a block. If a backward reads it, it is somewhere; otherwise only if the next
-    block that reads it makes something again from it. ``again_us``: the µs of making values again, as far as they are known."""
+    block that reads it makes something again from it."""
     program, index = terms.program, block.index
     places = choices.crossing[index] = list[tuple[int, int, int]]()
     repeated, last = program.variable(None), max(block.index for block in blocks)  # µs of making any of them again
@@ -184,7 +192,7 @@ def _place_crossing(
     choices.repeated.append(repeated)
     for value in block.crossing:
         nbytes, read_in = value.meta["nbytes"], _read_in((value,), index)
-        by_call = calls and not block.saved
+        by_call = making.calls and not block.saved
         fetches = by_call and bool(terms.needs[block.region].read)
         stays, again = program.variable(), program.variable(0.0 if fetches else 1.0)
         away = program.variable(1.0 if problem.budgets.host_activations else 0.0)
@@ -192,10 +200,10 @@ def _place_crossing(
         choices.leaving[index][stays] = float(nbytes)
         by_host = {cast for operand in param_homes(problem.step, block.region) for cast in narrowing_casts(operand)}
         key = id(block.hull), int(value.args[1]), frozenset(by_host)
-        if key not in again_us:
-            by_itself = not block.saved and (bounds or calls)
-            again_us[key] = _made_again_us(problem.step, block, value, by_host, problem.machine, by_itself)
-        program.at_most({again: again_us[key], repeated: -1.0})
+        if key not in making.us:
+            by_itself = not block.saved and (making.bounds or making.calls)
+            making.us[key] = _made_again_us(problem.step, block, value, by_host, problem.machine, by_itself)
+        program.at_most({again: making.us[key], repeated: -1.0})
         somewhere = {stays: 1.0, away: 1.0, again: 1.0}
         others = set(_readers(value)) - {index}  # its own backward makes it again inside, if it makes anything again
         choices.waiting[min(others, default=index + 1)][stays] = float(nbytes)
