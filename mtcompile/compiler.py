@@ -303,8 +303,9 @@ class _Forms:
         return self._by_form.setdefault(key, _Form(step.joint._replace(graph=rows), self))
 
     def may_take_all_rows(self, step: _Form, rows: _Form) -> bool:
-        is_open = None in homes_of_rows(step.candidates.problem, rows.joint.graph)
-        return is_open and self.target.options.policy == FASTEST
+        problem, options = step.candidates.problem, self.target.options
+        is_open = None in homes_of_rows(problem, rows.joint.graph) and options.policy == FASTEST
+        return is_open and (options.embeddings == "auto" or may_be_resident(problem))
 
     def allows(self, cut: Cut) -> bool:
         """Tells whether a cut keeps bits, for which its products are computed."""

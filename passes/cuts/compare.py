@@ -201,15 +201,15 @@ class Comparison(Generic[S]):
     def _compare(self, kinds: Sequence[tuple[S, Iterable[Iterable[S]]]]) -> None:
         coarsest = [form for form, _ in kinds]
         if len(coarsest) > 1 and all(map(self._can_wait, coarsest)):
-            coarsest.sort(key=self._quick_us)
+            coarsest.sort(key=self._any_quick_us)
         for form in coarsest:  # how good its plan is says which others to make
             self._coarsest.append(form)
             self._consider(form, may_wait=False)
             if (best := self.best) is not None and best[1].plan.all_resident:
                 if not self.allowed.in_fragments or not streaming(best[1].schedule).staging_nbytes:
                     return
-        if self._lead is None and not self.could_fit():
-            return
+            if self._lead is None and not self.could_fit():
+                return
         if self.is_near and not self.allowed.in_fragments:
             return
         left_out = {id(form) for form in self._left_out}
@@ -301,10 +301,10 @@ class Comparison(Generic[S]):
             enough = inf if limits.disk is not None else _NEAR if is_small(form.candidates) else _ENOUGH
         if not could_be_faster(form.candidates, limits, us / enough):
             return False
+        if not alike:
+            return limits.host is not None or not _CLOSE * self._any_quick_us(best) < self._any_quick_us(form) < inf
         if not self._goes_by_bounds(form):
             return True
-        if not alike:
-            return not _CLOSE * self._quick_us(best) < self._quick_us(form) < inf
         if not promises_more(form.candidates, limits, min(alike, key=lambda each: each[0])[1].candidates):
             return False
         return not _HOPELESS * us < self._quick_us(form) < inf
@@ -317,10 +317,12 @@ class Comparison(Generic[S]):
 
     def _quick_us(self, form: S) -> float:
         """Returns the µs of a quick plan of a form that goes by bounds; infinite where that says nothing."""
-        device = self.forms.limits.device
-        if device is None or self.forms.limits.disk is not None or self._alone or not self._goes_by_bounds(form):
-            return inf
-        return form.candidates.quick_us(device)
+        return inf if self._alone or not self._goes_by_bounds(form) else self._any_quick_us(form)
+
+    def _any_quick_us(self, form: S) -> float:
+        """Returns the µs of a quick plan of a form; infinite where that says nothing."""
+        limits = self.forms.limits
+        return inf if limits.device is None or limits.disk is not None else form.candidates.quick_us(limits.device)
 
     def _can_wait(self, form: S) -> bool:
         """Tells whether to search a form when quick plans of all are known: not where quick plans may not fit, as they do not
