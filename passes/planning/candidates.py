@@ -171,7 +171,6 @@ class Candidates:
         return Bounds(self.problem, self.blocks, home_costs(self.problem, self._streamed, self.resident.schedule))
 
     def certificate(self, device: int | None, host: int | None, us: float = 0.0) -> Certificate | None:
-        """How fast any plan within these bytes could be; None without a solver. ``us``: see ``Bounds``."""
         return self._bounds.certificate({"device": device, "host": host, "disk": self.problem.budgets.disk}, us)
 
     def bound_us(self, device: int | None, host: int | None, inside: bool = True) -> float:
@@ -227,8 +226,8 @@ class Candidates:
         for tier, limit in budgets.nbytes.items():
             if limit is not None and peaks[tier] > limit:
                 raise shortfall(candidate, tier)
-        certificate = self.certificate(budgets.device, budgets.host, candidate.plan.total_us)
-        return completed(replace(self.problem, budgets=budgets), candidate, peaks["device"], certificate)
+        bound = self.certificate(budgets.device, budgets.host, candidate.plan.total_us)
+        return completed(replace(self.problem, budgets=budgets), candidate, peaks["device"], bound)
 
     def of_policy(self, policy: str, budgets: Budgets) -> Candidate:
         """Returns the plan of a fixed policy with its figures, whether it fits or not; without waiting gradients if that fits
@@ -369,8 +368,10 @@ class Candidates:
         if "disk" in self.problem.fixed_homes.values() or not self._evaluator.able:
             return None
         if self._improved is None:
+            kept = Rounding(self.blocks, self.sizes), held_nbytes(self.problem.step, self.problem.budgets)
+            seeds = Within(self._relaxed, self._by_density[0][0], *kept)
             about = self.problem, self.blocks, self.open_params, pareto(self._points), self.resident.plan.peak_bytes["device"]
-            self._improved = climbs_of(*about, lambda plan: self._paced(plan).plan, (self._bound_us, self._within))
+            self._improved = climbs_of(*about, lambda plan: self._paced(plan).plan, (self._bound_us, seeds))
             self._improved.plans |= {limits: self.evaluate(plan).plan for limits, plan in self._climbed.items()}
         return self._improved
 
@@ -378,13 +379,8 @@ class Candidates:
         """Plans improved by the same moves within limits on the host."""
         if self._on_hosts is None:
             pace = Pace(lambda plan: self.evaluate(plan).plan, climbs.evaluate)
-            self._on_hosts = host_climbs(climbs, [*self._points, *self._variants], self._within, pace)
+            self._on_hosts = host_climbs(climbs, [*self._points, *self._variants], climbs.seeds, pace)
         return self._on_hosts
-
-    @cached_property
-    def _within(self) -> Within:
-        about = Rounding(self.blocks, self.sizes), held_nbytes(self.problem.step, self.problem.budgets)
-        return Within(self._relaxed, self._by_density[0][0], *about)
 
     def _bound_us(self, device: int, host: int | None) -> float:
         """The µs of ``bound_us``. Each solution begins at the one before."""
