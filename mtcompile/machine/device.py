@@ -119,7 +119,9 @@ def total_nbytes(device: Device) -> int | None:
 
 class AcceleratorPeak:
     """Measures the peak of bytes requested from an accelerator's allocator, beyond those at entry. After exit, ``nbytes`` is
-    the peak and ``kept`` is what is still allocated."""
+    the peak and ``kept`` is what is still allocated. What operations ran is not seen."""
+
+    reads_values = False
 
     def __init__(self, where: torch.device) -> None:
         self.nbytes: int | None = None
