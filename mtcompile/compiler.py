@@ -302,10 +302,9 @@ class _Forms:
         key = step.form, frozenset(rows.meta["rows"])
         return self._by_form.setdefault(key, _Form(step.joint._replace(graph=rows), self))
 
-    def takes_all_rows(self, step: _Form, rows: _Form) -> bool:
-        problem = step.candidates.problem
-        is_open = None in homes_of_rows(problem, rows.joint.graph)
-        return is_open and self.target.options.policy == FASTEST and may_be_resident(problem)
+    def may_take_all_rows(self, step: _Form, rows: _Form) -> bool:
+        is_open = None in homes_of_rows(step.candidates.problem, rows.joint.graph)
+        return is_open and self.target.options.policy == FASTEST
 
     def allows(self, cut: Cut) -> bool:
         """Tells whether a cut keeps bits, for which its products are computed."""

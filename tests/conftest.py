@@ -17,7 +17,7 @@ from torch._dynamo import guards
 from mtcompile import compiler
 from mtcompile.capture.joint import joint_key
 from mtcompile.kernels.eager import Built, EagerKernels
-from mtcompile.passes.cuts import compare
+from mtcompile.passes.cuts import bounds, compare
 from mtcompile.passes.planning import candidates, frontier
 from mtcompile.passes.planning.figures import lean
 from mtcompile.passes.planning.linear import seeds
@@ -61,7 +61,7 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(candidates, "_FEW_SEARCHED", 0)  # no climbs in place of so few
         monkeypatch.setattr(frontier, "ROUNDS", 1)
         monkeypatch.setattr(lean, "_SOME_HOMES", 0)  # few ways to need little of the host
-        monkeypatch.setattr(compare, "_HALVINGS", 4)  # a form's least bytes are known less exactly
+        monkeypatch.setattr(bounds, "_HALVINGS", 4)  # a form's least bytes are known less exactly
     if not request.node.nodeid.startswith(_COMPARED):
         monkeypatch.setattr(compare, "is_near", lambda *_: True)
 

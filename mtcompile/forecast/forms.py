@@ -27,7 +27,6 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.compare import fastest_form
 from mtcompile.passes.cuts.form import Form
 from mtcompile.passes.cuts.fragments.cut import Cut
-from mtcompile.passes.planning.planner import may_be_resident
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, no_progress
 
 
@@ -123,8 +122,8 @@ class _Forms:
     def in_rows(self, step: SizedStep, embeddings: str) -> SizedStep | None:
         return _in_rows(self.request, self.known, step, embeddings)
 
-    def takes_all_rows(self, step: SizedStep, rows: SizedStep) -> bool:
-        return may_be_resident(replace(step.candidates.problem, budgets=self.limits))
+    def may_take_all_rows(self, step: SizedStep, rows: SizedStep) -> bool:
+        return True
 
     def allows(self, cut: Cut) -> bool:
         return True

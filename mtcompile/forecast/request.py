@@ -31,7 +31,7 @@ from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
-from mtcompile.passes.cuts.compare import SMALL
+from mtcompile.passes.cuts.bounds import SMALL
 from mtcompile.passes.cuts.form import AUTO, WHOLE, Allowed, Form, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, homes_between
 from mtcompile.passes.cuts.quick import QuickCandidates

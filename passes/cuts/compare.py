@@ -11,31 +11,30 @@ no other fits is compared where others fit, too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Generic, Protocol, TypeVar
 
 from torch import fx
 
-from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.analysis.rows import fetched_by_rows
+from mtcompile.passes.analysis.state import Budgets, held_nbytes
+from mtcompile.passes.cuts.bounds import PROMISE, could_be_faster, is_small, least_nbytes, least_us, promises_more
 from mtcompile.passes.cuts.form import Allowed, Form, chains_of_forms
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, possible_cuts
 from mtcompile.passes.cuts.fragments.figures import streaming
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.loss_head import logits_nbytes
-from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import is_hopeless
 from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.planner import may_be_resident
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
-from mtcompile.passes.step_graph import kernel_of, regions
 
-SMALL = 3000  # operations of a step whose other forms are made in about a second each
 _NEAR, _NEAR_LARGE = 1.02, 1.1  # of what any form could give: then others are not made of a small step, or of a large one
-_PROMISE = 0.998  # of the best form's bound: others that promise less are not searched
 _HOPELESS = 1.2  # times the best plan: what quick plans of other forms take that are not searched; a search gains 1 to 7 %
 _ENOUGH = 1.05  # of what another form could give: in each compilation, fragments that gain less are not searched
-_HALVINGS = 12  # between nothing and what a form's floor needs
+_CLOSE = 1.05  # times the quick plans with all rows, or with few: the other is searched too
 
 
 class FormOfStep(Protocol):
@@ -77,7 +76,7 @@ class Forms(Protocol[S]):
         """Returns a step in that form which takes few rows of ``embeddings``; None if it takes all."""
         ...
 
-    def takes_all_rows(self, step: S, rows: S) -> bool:
+    def may_take_all_rows(self, step: S, rows: S) -> bool:
         """Tells whether to plan a step that takes all rows too, beside that which takes few ``rows``."""
         ...
 
@@ -98,11 +97,11 @@ def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
     now, last = (allowed.fragments, allowed.embeddings), (allowed.last_fragments, allowed.last_embeddings)
     for (fragments, embeddings), begins in dict.fromkeys(((now, allowed.begins), (last, allowed.begins), (last, UNCUT.begins))):
         rows = forms.in_rows(first, embeddings)
-        takes_all = rows is None or forms.takes_all_rows(first, rows)
-        kinds = list(chains_of_forms(allowed, first.form, possible_cuts(forms.captured, fragments, begins)[1:]))
+        takes_all = rows is None or forms.may_take_all_rows(first, rows)
+        chains = list(chains_of_forms(allowed, first.form, possible_cuts(forms.captured, fragments, begins)[1:]))
         comparison.hurries = allowed.in_fragments or fragments != allowed.fragments
         if comparison.fitting:  # those that differ most from what was compared: then most others need no search
-            kinds.reverse()
+            chains.reverse()
 
         def chain(finer: list[Form], taken: str | None) -> Iterator[S]:
             for form in finer:
@@ -118,9 +117,11 @@ def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
                 elif form.cut == UNCUT:  # there is nothing more to cut
                     return
 
-        coarsest = [each for each in (first if takes_all else None, rows) if each is not None]
-        ways = ([None] if takes_all else []) + ([] if rows is None else [embeddings])
-        comparison.run(coarsest, [chain(finer, way) for way in ways for finer in kinds if finer != [first.form]])
+        kinds = [(first, None)] * takes_all + ([] if rows is None else [(rows, embeddings)])
+        if not may_be_resident(replace(first.candidates.problem, budgets=forms.limits)):  # few rows are likely to be faster
+            kinds.reverse()
+        finer = [each for each in chains if each != [first.form]]
+        comparison.run([(coarsest, [chain(each, taken) for each in finer]) for coarsest, taken in kinds])
         if comparison.fitting and (comparison.is_near or not allowed.compares_last):
             break
         if not comparison.fitting and not comparison.could_fit():
@@ -139,6 +140,7 @@ class Comparison(Generic[S]):
         self.fitting, self.refused = list[tuple[S, Planned]](), list[tuple[S, DoesNotFit]]()
         self._unlikely, self._considered, self._fewest = list[S](), dict[int, S](), dict[int, int]()
         self.hurries, self._too_many_chunks = False, inf
+        self._coarsest = list[S]()
         self._waiting, self._left_out = list[tuple[float, S]](), list[S]()  # those that wait: with the µs of a quick plan
 
     @property
@@ -162,21 +164,46 @@ class Comparison(Generic[S]):
         """True if no other form could be much faster than the best one."""
         if (best := self.best) is None:
             return False
-        return best[1].plan.all_resident or is_near(best[0].candidates, self.forms.limits, best[1].plan.total_us)
+        form, plan = best[0], best[1].plan
+        if plan.all_resident or self.forms.limits.disk is not None:  # with a disk, only where the first does not fit
+            return True
+        least_us = min(self._finer_us(coarsest) for coarsest in self._coarsest)
+        if self._goes_by_bounds(form) and least_us > PROMISE * form.candidates.bound_us(*self._device_and_host):
+            return True
+        return plan.total_us <= (_NEAR if is_small(form.candidates) else _NEAR_LARGE) * least_us
+
+    def _finer_us(self, form: S) -> float:
+        """Returns the µs of the fastest plan that could be of a form and of all finer ones: as if what a block's work needs
+        while it runs took no memory, nor what others may take few rows of."""
+        device, host = self._device_and_host
+        step = form.candidates.problem.step
+        names = fetched_by_rows(self.forms.captured, self.allowed.last_embeddings).keys()
+        names -= {name for coarsest in self._coarsest for name in coarsest.candidates.problem.step.meta["rows"]}
+        held = held_nbytes(step, form.candidates.problem.budgets)
+        more = sum(held[home] for home in {step.meta["homes"][name] for name in names if name in step.meta["homes"]})
+        return form.candidates.bound_us(None if device is None else device + more, host, inside=False)
+
+    @property
+    def _device_and_host(self) -> tuple[int | None, int | None]:
+        return self.forms.limits.device, self.forms.limits.host
 
     @property
     def _alone(self) -> bool:
         """True if there is nothing to compare a form with."""
         return self.allowed.alone and not self.fitting
 
-    def run(self, coarsest: Iterable[S], chains: Iterable[Iterable[S]]) -> None:
-        """Compares some forms. ``chains``: of finer and finer forms, each of which takes longer than the one before if memory
-        does not matter."""
-        self._compare(coarsest, chains)
+    def run(self, kinds: Sequence[tuple[S, Iterable[Iterable[S]]]]) -> None:
+        """Compares some forms. ``kinds``: that take all rows of embeddings and few: the coarsest form of each, and chains of
+        finer and finer ones, each of which takes longer than the one before if memory does not matter."""
+        self._compare(kinds)
         self._plan_waiting()
 
-    def _compare(self, coarsest: Iterable[S], chains: Iterable[Iterable[S]]) -> None:
+    def _compare(self, kinds: Sequence[tuple[S, Iterable[Iterable[S]]]]) -> None:
+        coarsest = [form for form, _ in kinds]
+        if len(coarsest) > 1 and all(map(self._can_wait, coarsest)):
+            coarsest.sort(key=self._quick_us)
         for form in coarsest:  # how good its plan is says which others to make
+            self._coarsest.append(form)
             self._consider(form, may_wait=False)
             if (best := self.best) is not None and best[1].plan.all_resident:
                 if not self.allowed.in_fragments or not streaming(best[1].schedule).staging_nbytes:
@@ -185,7 +212,8 @@ class Comparison(Generic[S]):
             return
         if self.is_near and not self.allowed.in_fragments:
             return
-        for chain in chains:
+        left_out = {id(form) for form in self._left_out}
+        for chain in (chain for form, chains in kinds if id(form) not in left_out for chain in chains):
             leanest, before_us = inf, inf
             for form in chain:
                 if (lead := self._lead) is not None:
@@ -268,13 +296,24 @@ class Comparison(Generic[S]):
 
     def _is_worth_a_search(self, form: S, us: float, best: S) -> bool:
         """Tells whether a form may have a plan that is faster than the ``us`` of one of the ``best`` form."""
-        if not could_be_faster(form.candidates, self.forms.limits, us / (_ENOUGH if self.hurries else 1.0)):
+        enough, limits, alike = _ENOUGH if self.hurries else 1.0, self.forms.limits, self._takes_rows_like(form)
+        if not alike:  # the coarsest that takes other rows: bounds of these say little of each other
+            enough = inf if limits.disk is not None else _NEAR if is_small(form.candidates) else _ENOUGH
+        if not could_be_faster(form.candidates, limits, us / enough):
             return False
         if not self._goes_by_bounds(form):
             return True
-        if not promises_more(form.candidates, self.forms.limits, best.candidates):
+        if not alike:
+            return not _CLOSE * self._quick_us(best) < self._quick_us(form) < inf
+        if not promises_more(form.candidates, limits, min(alike, key=lambda each: each[0])[1].candidates):
             return False
         return not _HOPELESS * us < self._quick_us(form) < inf
+
+    def _takes_rows_like(self, form: S) -> list[tuple[float, S]]:
+        """Returns the forms with plans, and their µs, that take few rows of the same embeddings as a form does."""
+        rows = form.candidates.problem.step.meta["rows"].keys()
+        planned = [(planned.plan.total_us, each) for each, planned in self.fitting] + self._waiting
+        return [one for one in planned if one[1].candidates.problem.step.meta["rows"].keys() == rows]
 
     def _quick_us(self, form: S) -> float:
         """Returns the µs of a quick plan of a form that goes by bounds; infinite where that says nothing."""
@@ -324,50 +363,5 @@ class Comparison(Generic[S]):
 
     def _least_nbytes(self, form: S) -> int:
         if id(form) not in self._fewest:
-            self._fewest[id(form)] = _least_nbytes(form.candidates)
+            self._fewest[id(form)] = least_nbytes(form.candidates)
         return self._fewest[id(form)]
-
-
-def could_be_faster(candidates: Candidates, limits: Budgets, us: float) -> bool:
-    """Tells whether any plan of a step within the limits could be faster than one of another form, which takes ``us``."""
-    if least_us(candidates) >= us:
-        return False
-    return candidates.bound_us(limits.device, limits.host) < us
-
-
-def promises_more(candidates: Candidates, limits: Budgets, best: Candidates) -> bool:
-    """Tells whether a form is worth a search beside the ``best`` one: its plans are about as far from its bound as those of the
-    best one from theirs."""
-    return candidates.bound_us(limits.device, limits.host) <= _PROMISE * best.bound_us(limits.device, limits.host)
-
-
-def is_near(candidates: Candidates, limits: Budgets, us: float) -> bool:
-    """Tells whether no other form could be much faster than a step's plan, which takes ``us``. Another form may need as much
-    less memory as the leanest plan takes, for the same work. With a disk, forms are compared only where the first does not
-    fit."""
-    if limits.disk is not None:
-        return True
-    more = None if limits.device is None else limits.device + candidates.floor
-    return us <= (_NEAR if is_small(candidates) else _NEAR_LARGE) * candidates.bound_us(more, limits.host)
-
-
-def is_small(candidates: Candidates) -> bool:
-    """Tells whether other forms of a step are made and searched in about a second each."""
-    step = candidates.problem.step
-    return sum(len(kernel_of(step, region).graph.nodes) for region in regions(step)) <= SMALL
-
-
-def least_us(candidates: Candidates) -> float:
-    """Returns the µs that each plan of a step takes, however much memory there is."""
-    return candidates.bound_us(None, None) if candidates.resident_may_be_slow else candidates.resident.plan.total_us
-
-
-def _least_nbytes(candidates: Candidates) -> int:
-    """Returns about the most device bytes with which no plan of a step fits, by its linear program; never more."""
-    low, high = 0, candidates.floor
-    if candidates.bound_us(low, None) < inf:  # there is no solver
-        return high
-    for _ in range(_HALVINGS):
-        middle = (low + high) // 2
-        low, high = (middle, high) if candidates.bound_us(middle, None) == inf else (low, middle)
-    return low

@@ -171,10 +171,11 @@ class Candidates:
         """How fast any plan within these bytes could be; None without a solver."""
         return certificate(self._relaxed, {"device": device, "host": host, "disk": self.problem.budgets.disk})
 
-    def bound_us(self, device: int | None, host: int | None) -> float:
-        """The µs of the fastest plan that could be within these bytes; infinite if there can be none, 0 without a solver."""
+    def bound_us(self, device: int | None, host: int | None, inside: bool = True) -> float:
+        """The µs of the fastest plan that could be within these bytes; infinite if there can be none, 0 without a solver.
+        ``inside``: False for any form of the step (see ``relaxation``)."""
         try:
-            return self._relaxed({"device": device, "host": host, "disk": self.problem.budgets.disk}).bound_us
+            return self._relaxed({"device": device, "host": host, "disk": self.problem.budgets.disk}, inside=inside).bound_us
         except Infeasible as error:
             return 0.0 if isinstance(error, NoSolver) else inf
 

@@ -13,7 +13,10 @@ from torch.nn import functional as F
 
 import mtcompile
 from mtcompile.forecast import solve
+from mtcompile.forecast.forms import StepForms
 from mtcompile.models.decoders import Shape, fake
+from mtcompile.passes.cuts import compare
+from mtcompile.passes.cuts.form import WHOLE
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.step_graph import fragments_of
 from tests.helpers.stacks import WIDTH, Residual
@@ -131,3 +134,28 @@ def test_forms_are_compared_without_a_solver(monkeypatch: pytest.MonkeyPatch) ->
     forecast = mtcompile.plan(Head(), {"tokens": torch.arange(240).view(3, 80)}, memory=800 << 10, machine="rtx4090")
     assert forecast.feasible and "chunks" in forecast.numerics and forecast.problem is not None
     assert Candidates(forecast.problem).bound_us(None, None) == 0.0  # not infinite, as where nothing fits
+
+
+@pytest.mark.parametrize("model", [decoder, residual])
+def test_no_form_promises_more_than_the_whole_does_with_no_memory_for_the_work_of_blocks(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By this bound, it is known that no other form has to be made."""
+    monkeypatch.setattr(compare, "_NEAR", 1e-6)  # all are made
+    made, make = list[StepForms](), solve.forms_of
+
+    def known(request: Any, batch: int, seq: int) -> StepForms:
+        made.append(make(request, batch, seq))
+        return made[-1]
+
+    monkeypatch.setattr(solve, "forms_of", known)
+    least = mtcompile.plan(model, seq=64, memory=1).minimum_device_bytes
+    mtcompile.plan(model, seq=64, memory=2 * least)
+    whole = made[-1].first.candidates
+    forms = [step for step in made[-1].by_form.values() if step is not None and step.form != WHOLE]
+    assert len(forms) >= 3
+    for device in (least, 2 * least, 4 * least):
+        promised = whole.bound_us(device, None, inside=False)
+        assert promised <= whole.bound_us(device, None)
+        assert all(promised <= step.candidates.bound_us(device, None) * (1 + 1e-9) for step in forms)
+    assert whole.bound_us(least, None, inside=False) > whole.bound_us(None, None)

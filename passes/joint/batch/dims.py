@@ -24,6 +24,7 @@ from torch import fx
 from mtcompile.passes.joint.batch.alike import Alike, constant
 from mtcompile.passes.joint.batch.numbers import Numbers
 from mtcompile.passes.joint.batch.shapes import (
+    ATTENTIONS,
     REDUCED,
     SHARED,
     SIZED,
@@ -374,17 +375,13 @@ _FILLED = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
 _ALIKE = (restride, aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default)
 _PICKS = (aten.gather.default, aten.index_select.default)
 _SCATTERS = (aten.index_add.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two)
-_ATTENTIONS = (
-    *(aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default),
-    *(aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default),
-)
 _NAMED: dict[str, Callable[[_Following, fx.Node], Places]] = {  # in several libraries
     "grouped_mm": _grouped,
     "rnn": _recurrent,
 }
 _RULES: dict[Any, Callable[[_Following, fx.Node], Places]] = {
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view),
-    **dict.fromkeys(_ATTENTIONS, _in_dims(0, 1)),
+    **dict.fromkeys(ATTENTIONS, _in_dims(0, 1)),
     **dict.fromkeys((*_PICKS, *_SCATTERS), _scatter),
     **dict.fromkeys((aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default), _written),
     **dict.fromkeys((aten.triu.default, aten.tril.default), _triangle),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,12 @@ from mtcompile.passes.step_graph import iter_tensors
 aten = torch.ops.aten
 _MOVES = (aten.transpose.int, aten.permute.default, aten.t.default, aten.unsqueeze.default, aten.stack.default)
 _MOVES += (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+ATTENTIONS = (
+    *(aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default),
+    *(aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default),
+)
+_ALONG_ONE = (aten._softmax.default, aten._log_softmax.default)
+_REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,8 @@ def of_twice_as_many(following: Following, node: fx.Node, written: bool = False)
         return _of_each(vals, REDUCED)
     if any(following.places[operand] == REDUCED for operand in node.all_input_nodes):
         return _of_each(vals, UNKNOWN)
+    if (place := _by_dims(following, node)) is not None:
+        return place
 
     def same_dim(operand: fx.Node) -> int | None:
         shape = shape_of(operand)
@@ -78,6 +86,33 @@ def of_twice_as_many(following: Following, node: fx.Node, written: bool = False)
         _compared(following, node, val, new) if isinstance(val, torch.Tensor) else SHARED
         for val, new in zip(vals, longer, strict=True)
     )
+
+
+def _by_dims(following: Following, node: fx.Node) -> Places | None:
+    """The place in a result of common operations, by the dimensions that they name; None for all others. Shape functions of
+    these load large parts of torch, which takes a second."""
+    along = list(following.along(node))
+    if node.target in _REDUCTIONS:
+        ((source, place),) = along
+        given, keeps = [*args_of(node)[1:], None, False][:2]
+        dims = {dim % len(shape_of(source)) for dim in given or range(len(shape_of(source)))}
+        if place.dim in dims:
+            return REDUCED
+        return replace(place, dim=place.dim - (0 if keeps else sum(dim < place.dim for dim in dims)))
+    if node.target in _ALONG_ONE and not _runs_along(following, node):
+        return along[0][1]
+    if node.target in ATTENTIONS and all(place == Along(0) for _, place in along):  # [batch, heads, tokens, n]
+        rows, tensors = shape_of(node)[0], [val if isinstance(val, torch.Tensor) else None for val in node.meta["val"]]
+        return tuple(SHARED if val is None else Along(0) if val.shape[:1] == (rows,) else REDUCED for val in tensors)
+    if node.target is aten.nll_loss_forward.default and args_of(node)[3] and {place.dim for _, place in along} == {0}:
+        return (REDUCED, REDUCED) if len(along) == 2 else None
+    if node.target is aten.cat.default and len(along) == len(node.all_input_nodes):
+        (first, *others) = {replace(place, routed=False) for _, place in along}
+        joined = (args_of(node)[1] if len(node.args) > 1 else 0) % len(shape_of(node))
+        lengths = {len(shape_of(operand)) for operand in node.all_input_nodes}
+        if not others and lengths == {len(shape_of(node))} and first.dim != joined:
+            return replace(first, routed=any(place.routed for _, place in along))
+    return None
 
 
 def _of_each(vals: Any, place: Place) -> Places:

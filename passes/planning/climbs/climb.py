@@ -73,10 +73,9 @@ def limits_between(low: int, highest: Iterable[int], device_nbytes: int) -> list
     these lie between the lowest peak and the highest, peaks spread over these; and some near the lowest peak."""
     shares, limits = [round(device_nbytes * i / _SHARES) for i in range(1, _SHARES)], set[int]()
     for high in highest:
-        within = {limit for limit in shares if low <= limit <= high}
-        if len(within) < _CLIMBS // 2:
+        if len(within := {limit for limit in shares if low <= limit <= high}) < _CLIMBS // 2:
             within = {round(low * (high / max(1, low)) ** (i / _CLIMBS)) for i in range(1, _CLIMBS + 1)}
-        limits |= within | {limit for limit in (int(low * share) for share in _NEAR_FLOOR) if limit <= high}
+        limits |= within | {limit for share in _NEAR_FLOOR if (limit := int(low * share)) <= high}
     return sorted(limits)
 
 
@@ -117,11 +116,12 @@ class Climbs:
 
     def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]], host: int | None = None) -> Plan:
         """Returns the fastest plan of all limits within ``device`` bytes; ``taken`` if none is faster. ``fitting``: gives what
-        may be taken of a plan, within ``host`` bytes. Limits below which no plan can be faster are not climbed to."""
-        for limit in reversed(self.limits):
-            if device is None or limit <= device:
-                if self.bound(limit, host) >= taken.total_us:
-                    break
+        may be taken of a plan, within ``host`` bytes. Not climbed to are limits below which no plan can be faster, and
+        those to which climbs begin above the ``host`` bytes."""
+        for limit in (one for one in reversed(self.limits) if device is None or one <= device):
+            if self.bound(limit, host) >= taken.total_us:
+                break
+            if host is None or any(fitting(self.reached(limit))):
                 taken = min((taken, *fitting(self._plan(limit))), key=lambda plan: plan.total_us)
         return taken
 

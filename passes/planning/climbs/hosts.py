@@ -85,7 +85,10 @@ class HostClimbs:
         """Returns the fastest plan of all pairs within these bytes; ``taken`` if none is faster."""
         column = (len(self.devices) if device is None else bisect_right(self.devices, device)) - 1
         row, bound = bisect_right(self.hosts, host) - 1, self.climbs.bound
-        if column < 0 or row < 0 or self._unlimited_us(self.devices[column]) >= taken.total_us:
+        if column < 0 or row < 0:
+            return taken
+        limit = self.devices[column]
+        if Limits(limit) in self.climbs.plans and self._unlimited_us(limit) >= taken.total_us:
             return taken
         waiting, seen = [(bound(self.devices[column], self.hosts[row]), (column, row))], {(column, row)}  # lowest bound first
         while waiting:

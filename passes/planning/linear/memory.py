@@ -82,7 +82,7 @@ def hold_memory(
 ) -> None:
     """The rows that say what memory holds at each block's forward and backward: what waits then, what it reads and makes, and
     what is on its way: weights, saved values and gradients of the blocks near by."""
-    ahead, again_counts = counted
+    ahead = counted.ahead
     weights = {block.index: terms.by_share(terms.needs[block.region].read) for block in blocks}
     again = {index: terms.again(nbytes) for index, nbytes in weights.items()}  # fetched in the backward
     stored: dict[int, dict[int, float]] = defaultdict(dict)
@@ -108,7 +108,10 @@ def hold_memory(
         read = [needed[index], *([] if ahead else [choices.given[index]])] if whole else []
         own = [*read, back[index]] if whole else []
         at_once = [(added(live, beyond, *own, *near, grads), always + beside + grads_nbytes)]
-        if whole and again_counts and (inside := _inside(problem, block, backward[index][0], insides)):
+        if not counted.inside:  # the last block's may make what others save: the gradient of a loss head in chunks
+            others = {variable: -nbytes for variable, nbytes in choices.saved[index].items()} if block is blocks[-1] else {}
+            at_once = [(added(live, others, grads), always + grads_nbytes)]
+        elif whole and counted.again and (inside := _inside(problem, block, backward[index][0], insides)):
             others = {variable: -nbytes for variable, nbytes in choices.saved[index].items()}
             at_once.append((added(live, others, beyond, *read, *near, grads), always + inside + grads_nbytes))
         at_backward[index] = at_once
@@ -118,7 +121,7 @@ def hold_memory(
             near = [weights[index], back[index], *(back[other.index] for other in before)]
             near += [weights[other.index] for other in after]
             terms.program.holds(counted, "device", added(live, choices.leaving[index], *near), always)
-    for gap in gaps:
+    for gap in gaps if counted.inside else ():
         for at, moved, queue in ((gap.first, gap.fetched, "h2d"), (gap.then, gap.stored, "d2h")):
             crossing = dict.fromkeys(gap.us, -1.0 / problem.machine.copy_us(1, queue))
             for nbytes, fixed in at_backward.get(at, ()):

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -14,7 +14,15 @@ from mtcompile.passes.planning.linear.solver import Solution, Solver, matrix_of,
 
 _GIB = 1 << 30
 Work = tuple[Mapping[int, float], float]  # µs per unit of each variable, and constant µs
-Counted = tuple[int, bool]  # of memory: blocks that are fetched ahead, and whether what a backward makes again is in it
+
+
+class Counted(NamedTuple):
+    """What rows of memory count: what blocks fetch ``ahead``; whether what a backward makes ``again`` is in it; whether
+    anything is that a block's own work needs while it runs (``inside``)."""
+
+    ahead: int = 0
+    again: bool = True
+    inside: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +93,8 @@ class Program:
     def solve(
         self,
         budgets: Mapping[str, int | None],
+        counted: Counted,
         fixed: Mapping[int, float] = MappingProxyType({}),
-        counted: Counted = (0, True),
         like: Solution | None = None,
     ) -> tuple[Solution, Sequence[Row]]:
         """Solves the program without the rows of tiers that have no budget, with some variables ``fixed``. ``like``: a solution

@@ -21,7 +21,7 @@ from mtcompile.passes.planning.linear.blocks import Choices, place_blocks
 from mtcompile.passes.planning.linear.exposed import Gap, gaps_between
 from mtcompile.passes.planning.linear.homes import HomeCost
 from mtcompile.passes.planning.linear.memory import Waits, hold_memory, waiting
-from mtcompile.passes.planning.linear.program import Infeasible, gains_us
+from mtcompile.passes.planning.linear.program import Counted, Infeasible, gains_us
 from mtcompile.passes.planning.linear.queues import take_time
 from mtcompile.passes.planning.linear.solver import Solution
 from mtcompile.passes.planning.linear.terms import Load, Terms, terms_of
@@ -62,6 +62,7 @@ class Solve(Protocol):
         ahead: int = 0,
         like: Relaxed | None = None,
         again: bool = True,
+        inside: bool = True,
     ) -> Relaxed: ...
 
 
@@ -70,7 +71,8 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
     limit) and raises Infeasible. ``decided``: homes that are on the device (True) or on the host. ``ahead``: how many
     blocks ahead prefetches are in memory, beside what must be there; the optimum bounds all plans only if it is 0. ``like``: an
     optimum for the same tiers and as many blocks ahead, from which it is not far to this one. ``again``: False leaves out the
-    room for what backwards make again."""
+    room for what backwards make again; ``inside``: False leaves out all that a block's work needs only while it runs, of which
+    other forms of the step need less."""
     built: dict[bool, _Built] = {}  # by whether the optimum is to be a bound
     known: dict[object, tuple[Relaxed, Relaxed | None]] = {}  # with what each began at, whose identity is in its key
 
@@ -80,17 +82,19 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
         ahead: int = 0,
         like: Relaxed | None = None,
         again: bool = True,
+        inside: bool = True,
     ) -> Relaxed:
-        key = *limits.items(), frozenset(decided.items()), ahead, again, id(like)
+        counted = Counted(ahead, again, inside)
+        key = *limits.items(), frozenset(decided.items()), counted, id(like)
         if key in known:
             return known[key][0]
         if (bounds := not ahead) not in built:
             built[bounds] = _build(problem, blocks, costs, bounds)
         terms, choices, gaps, waits = built[bounds]
-        if (counted := (ahead, again)) not in terms.program.held:
+        if counted not in terms.program.held:
             hold_memory(problem, blocks, terms, choices, waits, counted, gaps)
         fixed = {terms.away[home]: 0.0 if resident else 1.0 for home, resident in decided.items()}
-        solution, rows = terms.program.solve(limits, fixed, counted, None if like is None else like.solution)
+        solution, rows = terms.program.solve(limits, counted, fixed, None if like is None else like.solution)
         values: list[float] = solution.values.tolist()
         relaxed = Relaxed(
             solution.optimum,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from types import SimpleNamespace
@@ -28,11 +29,12 @@ class Made:
     bound_us: float
     time_us: float
     quick_us: float
+    rows: tuple[str, ...] = ()  # the embeddings of which it takes few rows
     candidates: Any = field(init=False)
 
     def __post_init__(self) -> None:
         resident = SimpleNamespace(plan=SimpleNamespace(total_us=FASTEST_US, peak_bytes={"device": 2, "host": 0}))
-        problem = SimpleNamespace(fixed_homes={})
+        problem = SimpleNamespace(fixed_homes={}, step=SimpleNamespace(meta={"rows": dict.fromkeys(self.rows)}))
         figures: dict[str, Any] = {"bound_us": lambda *limits: self.bound_us, "quick_us": lambda device: self.quick_us}
         self.candidates = SimpleNamespace(**figures, resident=resident, problem=problem, resident_may_be_slow=False)
 
@@ -52,10 +54,10 @@ def searched(
         order.append(form.form.chunks)
         return SimpleNamespace(plan=SimpleNamespace(total_us=form.time_us, all_resident=False))
 
-    monkeypatch.setattr(compare, "is_near", lambda *about: False)
+    monkeypatch.setattr(Comparison, "is_near", False)
     monkeypatch.setattr(compare, "is_small", lambda *about: small)
     forms: Any = SimpleNamespace(find=find, allows=lambda cut: True, limits=Budgets(1, host, 0))
-    Comparison(forms, Allowed(in_fragments=in_fragments)).run([first], [iter((first, *finer))])
+    Comparison(forms, Allowed(in_fragments=in_fragments)).run([(first, [iter((first, *finer))])])
     return order
 
 
@@ -77,12 +79,12 @@ def test_finer_forms_are_left_out_once_the_bound_rises(monkeypatch: pytest.Monke
 
 
 def test_no_form_has_more_chunks_once_the_bound_rises_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "is_near", lambda *about: False)
+    monkeypatch.setattr(Comparison, "is_near", False)
     monkeypatch.setattr(compare, "is_small", lambda *about: False)
     planned = SimpleNamespace(plan=SimpleNamespace(total_us=120.0, all_resident=False))
     forms: Any = SimpleNamespace(find=lambda form: planned, allows=lambda cut: True, limits=Budgets(1, None, 0))
     comparison: Comparison[Any] = Comparison(forms, Allowed())
-    comparison.run([chunks(1, 100)], [iter((chunks(1, 100), chunks(4, 90), chunks(16, 95)))])
+    comparison.run([(chunks(1, 100), [iter((chunks(1, 100), chunks(4, 90), chunks(16, 95)))])])
     assert [comparison.is_too_fine(Form(count, tiles=4)) for count in (1, 4, 16, 64)] == [False, False, True, True]
 
 
@@ -127,3 +129,55 @@ def test_forms_without_room_for_their_logits_are_not_made(fuses: bool, minimum: 
     if minimum:
         comparison.refused.append((None, DoesNotFit("device", minimum, ())))
     assert [comparison.has_room_for(Form(chunks=count)) for count in (1, 4)] == has_room
+
+
+# ------------------------------------------------------------------------------------ all rows of embeddings, or few
+
+
+def searched_kinds(
+    monkeypatch: pytest.MonkeyPatch, *kinds: Made, finer: Sequence[Made] = (), limits: Budgets | None = None
+) -> list[str]:
+    """Returns the forms that a comparison searches: of these kinds, and finer ones of the last kind."""
+    order: list[str] = []
+
+    def find(form: Made) -> Any:
+        order.append(("few" if form.rows else "all") + "*" * (form.form.chunks > 1))
+        return SimpleNamespace(plan=SimpleNamespace(total_us=form.time_us, all_resident=False))
+
+    monkeypatch.setattr(Comparison, "is_near", False)
+    monkeypatch.setattr(compare, "is_small", lambda *about: False)
+    forms: Any = SimpleNamespace(find=find, allows=lambda cut: True, limits=limits or Budgets(1, None, 0))
+    Comparison(forms, Allowed()).run([(kind, [iter(finer if kind is kinds[-1] else ())]) for kind in kinds])
+    return order
+
+
+def few(bound_us: float, time_us: float, quick_us: float, count: int = 1) -> Made:
+    return Made(Form(chunks=count), bound_us, time_us, quick_us, ("embed",))
+
+
+def test_the_kind_with_the_fastest_quick_plan_is_searched_first_whatever_bounds_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert searched_kinds(monkeypatch, few(80, 130, 150), chunks(1, 100, 120, 140)) == ["all"]
+    assert searched_kinds(monkeypatch, few(80, 130, 145), chunks(1, 100, 120, 140)) == ["all", "few"]
+    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 100, 120, 140)) == ["few"]
+
+
+def test_a_kind_that_could_hardly_be_faster_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 105, 120, 121)) == ["few"]
+    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 104, 120, 121)) == ["few", "all"]
+
+
+def test_no_finer_forms_are_made_of_a_kind_that_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    finer = chunks(4, 70, 90, 100)
+    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 108, 120, 140), finer=[finer]) == ["few"]
+    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 100, 120, 121), finer=[finer]) == ["few", "all", "all*"]
+
+
+def test_finer_forms_are_compared_with_the_bound_of_their_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    finer = chunks(4, 90, 105, 110)  # promises more than all rows at once do, not more than few
+    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 100, 120, 121), finer=[finer]) == ["few", "all", "all*"]
+
+
+def test_with_a_disk_only_the_likely_kind_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = few(80, 130, 130), chunks(1, 90, 120, 130)
+    assert searched_kinds(monkeypatch, *kinds, limits=Budgets(1, None, 0)) == ["few", "all"]
+    assert searched_kinds(monkeypatch, *kinds, limits=Budgets(1, 1, 0, disk=1)) == ["few"]
