@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,6 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.plan import Plan, Updates
-from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.evaluate import completed, shortfall
 from mtcompile.passes.planning.frontier import fits
@@ -208,10 +208,14 @@ def _less_state(request: ForecastRequest, problem: PlanningProblem) -> tuple[str
 
 
 def _plan(problem: PlanningProblem, progress: Progress) -> Plan:
-    """Plans a changed step: as it would be if it were asked for or, with a disk, by few evaluations. Raises DoesNotFit."""
+    """Plans a changed step: as it would be if it were asked for or, with a disk or where no plan can fit, by few evaluations.
+    Raises DoesNotFit."""
     budgets = problem.budgets
     if budgets.disk is None:
-        return fastest(Candidates(problem, progress, search_store(problem)), budgets.device, budgets.host).plan
+        candidates = QuickCandidates(problem, progress, search_store(problem))
+        if candidates.bound_us(budgets.device, budgets.host) == inf and (least := candidates.leanest()) is not None:
+            raise shortfall(least, "host")
+        return fastest(candidates, budgets.device, budgets.host).plan
 
     def find(fixed: PlanningProblem) -> tuple[PlanningProblem, Planned]:
         candidate = QuickCandidates(fixed).quickly()

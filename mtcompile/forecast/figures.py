@@ -198,9 +198,11 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
         more *= ranks.get(other, 1)
         ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")
     then = ""
-    with contextlib.suppress(DoesNotFit):  # it may take a disk too
-        best = candidates.best(*((error.minimum, None) if tier == "device" else (None, error.minimum)))
-        then = f": {time_of(best.plan.total_us)} a step then"
+    with contextlib.suppress(DoesNotFit):  # it may take a disk, or more of the host, too
+        if tier == "device":
+            then = f": {time_of(candidates.best(error.minimum, budgets.host).plan.total_us)} a step then"
+        elif (lean := candidates.leanest()) is not None and lean.plan.peak_bytes["host"] == error.minimum:
+            then = f": {time_of(lean.plan.total_us)} a step then, and faster with more"
     ways.append(f"{tier} memory of {gib(minimum)} ({minimum} bytes) or more{then}")
     if tier == "host":
         return replace(unplanned, short_bytes=short, ways_out=tuple(ways))

@@ -208,8 +208,8 @@ class Comparison(Generic[S]):
             if (best := self.best) is not None and best[1].plan.all_resident:
                 if not self.allowed.in_fragments or not streaming(best[1].schedule).staging_nbytes:
                     return
-        if self._lead is None and not self.could_fit():
-            return
+            if self._lead is None and not self.could_fit():
+                return
         if self.is_near and not self.allowed.in_fragments:
             return
         left_out = {id(form) for form in self._left_out}

@@ -39,6 +39,12 @@ class QuickCandidates(Candidates):
         within = [one for one in candidates if fits(one.plan, within_device)]
         return min(within, key=lambda one: one.plan.peak_bytes["host"], default=None)
 
+    def leanest(self) -> Candidate | None:
+        """Returns the plan within the device's bytes that needs least of the host, of a few that need little."""
+        budgets = replace(self.problem.budgets, host=None)
+        within = [plan for plan in self.lean(budgets.device) if fits(plan, budgets)]
+        return self.evaluate(min(within, key=lambda plan: plan.peak_bytes["host"])) if within else None
+
     def quick_us(self, device: int) -> float:
         """Returns the µs of the fastest plan within ``device`` bytes of those that linear programs give, whatever it needs of
         the host; infinite if none is. A search may find one that is a few percent faster, hardly more."""

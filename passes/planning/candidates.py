@@ -7,7 +7,7 @@ and a budget takes the last point that fits. So a larger budget is never slower,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import inf
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
 from mtcompile.passes.draft import draft_of
-from mtcompile.passes.plan import Certificate, Decision, Plan, Updates
+from mtcompile.passes.plan import Certificate, Plan, Updates
 from mtcompile.passes.planning.climbs.climb import Climbs, Limits, climbs_of
 from mtcompile.passes.planning.climbs.hosts import HostClimbs, Pace, host_climbs
 from mtcompile.passes.planning.evaluate import completed, evaluate, exact, identity, shortfall
 from mtcompile.passes.planning.figures.evaluator import Evaluator
-from mtcompile.passes.planning.figures.lean import lean_plans, slower_than_some
+from mtcompile.passes.planning.figures.lean import lean_plans, lean_starts, leanest_within, slower_than_some
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
 from mtcompile.passes.planning.frontier import Point, choose, fits, fits_host, frontiers, missing_nbytes, pareto, undominated
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
@@ -280,11 +280,14 @@ class Candidates:
                 if self._casts and point.plan.narrow:
                     varied.append(self._paced(replace(point.plan, narrow=False)).plan)
                 self._varied_points += [Point(plan, (plan,), 0) for plan in varied]
-            starts = [self.base, *(ladder[0] for ladder in self._by_density)]
-            starts += [one.with_decision(Decision("activation", "*", "device", 0, "")) for one in starts[:2]]
-            lean = [self.evaluate(plan).plan for plan in lean_plans(starts, self.open_params)]
-            self._varied_points += slower_than_some(lean, self._points)
+            lean = lean_plans(lean_starts(self.base, self._by_density), self.open_params)
+            self._varied_points += slower_than_some([self.evaluate(plan).plan for plan in lean], self._points)
         return self._varied_points
+
+    def lean(self, device: int | None) -> Iterator[Plan]:
+        """Plans with their figures that need little of the host, with as many homes on the device as it has room for."""
+        starts = lean_starts(self.base, self._by_density)
+        return leanest_within(device, starts, self.open_params, lambda plan: self.evaluate(plan).plan)
 
     def _evaluated(self, plan: Plan) -> Plan:
         """Returns the plan with its figures, with casts where they are faster: the host may be busier than the link."""
@@ -300,7 +303,8 @@ class Candidates:
 
     def _points_for(self, budgets: Budgets) -> list[Point]:
         """Returns the points to choose among. Raises DoesNotFit if none of them fits."""
-        points = self._points if budgets.host is None and not self._casts else [*self._points, *self._variants]
+        points = [*self._points, *(self._variants if budgets.host is not None or self._casts else [])]
+        points += slower_than_some([*self.lean(budgets.device)] if budgets.host is not None else [], self._points)
         least = min(points, key=lambda point: point.peak)
         if budgets.device is not None and least.peak > budgets.device:
             raise shortfall(self._again(least), "device")

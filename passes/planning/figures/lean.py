@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mtcompile.passes.plan import Decision, Plan
@@ -16,6 +17,12 @@ _COUNTS, _STARTS = 6, 4
 _WHY = "on the device: the host is short of memory"
 
 
+def lean_starts(base: Plan, ladders: Sequence[Sequence[Plan]]) -> list[Plan]:
+    """Returns ways to compute the step that need little memory. ``ladders``: the first plan of each needs least."""
+    starts = [base, *(ladder[0] for ladder in ladders)]
+    return [*starts, *(one.with_decision(Decision("activation", "*", "device", 0, "")) for one in starts[:2])]
+
+
 def lean_plans(starts: Sequence[Plan], sizes: Mapping[str, int]) -> Iterator[Plan]:
     """Yields plans whose gradients do not wait on the host. ``starts``: ways to compute the step; ``sizes``: bytes of the homes
     whose tier is open."""
@@ -24,9 +31,33 @@ def lean_plans(starts: Sequence[Plan], sizes: Mapping[str, int]) -> Iterator[Pla
     for start in starts if len(homes) <= _SOME_HOMES else starts[:_STARTS]:
         lean = replace(leanest(start), disk_lookahead=start.disk_lookahead)
         for on_device in chosen:
-            decisions = tuple(Decision("params", home, "device", sizes[home], _WHY) for home in on_device)
-            others = tuple(d for d in lean.decisions if d.kind != "params" or d.subject not in on_device)
-            yield replace(lean, decisions=(*others, *decisions))
+            yield _with_on_device(lean, on_device, sizes)
+
+
+def leanest_within(
+    device: int | None, starts: Sequence[Plan], sizes: Mapping[str, int], evaluate: Callable[[Plan], Plan]
+) -> Iterator[Plan]:
+    """Yields such plans, with their figures, with as many homes on the device as ``device`` bytes have room for, in a few
+    orders. ``evaluate``: gives a plan its figures."""
+    for start in starts:
+        lean = replace(leanest(start), disk_lookahead=start.disk_lookahead)
+        for order in orders_to_device(list(sizes), sizes):
+
+            def filled(count: int, lean: Plan = lean, order: Sequence[str] = order) -> Plan:
+                return evaluate(_with_on_device(lean, order[:count], sizes))
+
+            counts, most = range(len(order) + 1), len(order)
+            if device is not None:
+                most = bisect_right(counts, device, key=lambda count: filled(count).peak_bytes["device"]) - 1
+            if most >= 0:
+                yield filled(most)
+
+
+def _with_on_device(plan: Plan, homes: Collection[str], sizes: Mapping[str, int]) -> Plan:
+    """Returns the plan with some homes on the device, beside those that are there."""
+    decisions = tuple(Decision("params", home, "device", sizes[home], _WHY) for home in homes)
+    others = tuple(d for d in plan.decisions if d.kind != "params" or d.subject not in homes)
+    return replace(plan, decisions=(*others, *decisions))
 
 
 def leanest(plan: Plan) -> Plan:
