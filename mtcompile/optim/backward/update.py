@@ -40,6 +40,7 @@ from mtcompile.passes.analysis.state import UPDATE_SETS
 from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.step_graph import Fragment, calls, fragments_of, is_update, update
 from mtcompile.references import weakly
+from mtcompile.runtime.optim.host_kernels import library
 from mtcompile.runtime.schedule import gib
 
 Kernel = Callable[..., Sequence[Tensor]]
@@ -102,8 +103,14 @@ class UpdatesInBackward:
         return {name: p for name, p in nn.Module.named_parameters(model) if id(p) in updated}
 
     def plan_updates(self, state_copies: float) -> Updates:
-        """The updates as a plan has them: C works in place, torch's need up to three temporaries of a parameter's size."""
-        workspace = 1.0 if self.masters is not None else 3.0
+        """The updates as a plan has them: C updates masters in place, torch in pieces, once gradients with other strides are
+        copied, and SGD without momentum writes fp32 that nobody reads; torch's own steps need up to three temporaries of a
+        parameter's size."""
+        workspace = 3.0
+        if self.masters is not None:
+            workspace = 1.0 if library() is not None else 2.0
+            groups = [] if self.optimizer is None else self.optimizer.param_groups
+            workspace += 2.0 * any(not group.get("momentum", 1) for group in groups)
         held, norm_copies = self.options.needs_all_gradients, 1.0 if self.masters is None else NORM_COPIES
         return Updates(state_copies, workspace, held, self.options.run_ahead, checked=not held, norm_copies=norm_copies)
 
