@@ -25,7 +25,7 @@ from mtcompile.capture.tracing import collecting_later
 from mtcompile.forecast.request import ForecastRequest, sized_step
 from mtcompile.machine.presets import PRESETS
 from mtcompile.optim.precision import precision_named
-from mtcompile.optim.state_sizes import state_copies
+from mtcompile.optim.state_sizes import state_copies, update_workspace
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Updates
 from mtcompile.passes.planning.problem import DoesNotFit, no_progress
@@ -41,7 +41,12 @@ def rows(model: str, machines: list[str], hosts: list[float]) -> Iterator[dict[s
     copies = state_copies(kind, "adamw")
     for name in machines:
         machine = PRESETS[name]
-        budgets = Budgets(int(machine.device_nbytes * 0.92), None, copies, updates=Updates(copies, run_ahead=True))
+        budgets = Budgets(
+            int(machine.device_nbytes * 0.92),
+            None,
+            copies,
+            updates=Updates(copies, update_workspace(kind.split), run_ahead=True),
+        )
         request = ForecastRequest(factory, None, kind, "adamw", machine, budgets, (), False, no_progress, 1)
         with collecting_later():
             begun = time.process_time()

@@ -324,20 +324,20 @@ def compile(
         fragments=fragments,
         tiles=tiles,
     )
+    computing = choose(device, options.memory)
+    if options.throttle is not None and computing.where.type != "cpu":
+        raise ValueError(f'expected throttle= with device="cpu" only, found {computing.where}')
+    _check_optimizer(optimizer)
     if model is None:
-        return lambda target: _compiled(target, options, choose(device), optimizer, process_group)
-    return _compiled(model, options, choose(device), optimizer, process_group)
+        return lambda target: _compiled(target, options, computing, optimizer, process_group)
+    return _compiled(model, options, computing, optimizer, process_group)
 
 
 def _compiled(model: Any, options: Options, device: Device, optimizer: torch.optim.Optimizer | None, process_group: Any) -> Any:
-    if options.throttle is not None and device.where.type != "cpu":
-        raise ValueError(f'expected throttle= with device="cpu" only, found {device.where}')
     if isinstance(model, type) and issubclass(model, nn.Module):
         if optimizer is not None:
             raise TypeError("expected no optimizer= when compiling a class; call model.bind(optimizer) on the instance")
         return _compiling_subclass(model, options, device, process_group)
-    if optimizer is not None:
-        _check_optimizer(optimizer)
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected an nn.Module or a class of modules, found {type(model).__name__}")
     if isinstance(model, CompiledModule) and model._mt_model is not None:
@@ -355,7 +355,7 @@ def _compiled(model: Any, options: Options, device: Device, optimizer: torch.opt
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "state"):
+    if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
         given = repr(optimizer) if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
         raise TypeError(
             f"expected an optimizer of this model's parameters, as in torch.optim.AdamW(model.parameters()), found {given}"

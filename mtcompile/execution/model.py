@@ -30,12 +30,11 @@ from mtcompile.execution.plain.sizes import CallSize, size_of_call, tensors_in
 from mtcompile.execution.plain.steps import PlainSteps, may_be_plain
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, Program
 from mtcompile.execution.session import Session
-from mtcompile.machine.device import free_nbytes, peak_reserved_nbytes, reservable_nbytes, total_nbytes
+from mtcompile.machine.device import free_nbytes, peak_reserved_nbytes, reservable_nbytes
 from mtcompile.options import Options
 from mtcompile.references import weakly
 from mtcompile.runtime.devices.caching import needed_nbytes
 from mtcompile.runtime.devices.protocol import Device
-from mtcompile.runtime.schedule import gib
 
 
 class CompiledModel:
@@ -52,11 +51,6 @@ class CompiledModel:
         optimizer: Any = None,
         ranks: Ranks | None = None,
     ) -> None:
-        total = total_nbytes(device)
-        if options.memory is not None and total is not None and options.memory > total:
-            raise ValueError(
-                f"expected memory of at most the {total} bytes ({gib(total)}) of {device.where}, found {options.memory}"
-            )
         if options.cuts is not None and ranks is not None and (ranks.hosts > 1 or options.updates is not None):
             cut = f'fragments={options.fragments!r} where several ranks train: expected one host and update="step", found'
             if ranks.hosts > 1:

@@ -29,7 +29,7 @@ from mtcompile.forecast.request import (
 )
 from mtcompile.forecast.result import Advice, Forecast
 from mtcompile.optim.backward.checks import check_optimizer
-from mtcompile.optim.state_sizes import optimizer_named, state_copies
+from mtcompile.optim.state_sizes import optimizer_named, state_copies, update_workspace
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
 from mtcompile.passes.cuts.quick import QuickCandidates
@@ -103,8 +103,8 @@ def _gains(request: ForecastRequest, sized: SizedStep, plan: Plan, busy: Mapping
         return Change(what, lambda: replace(problem, budgets=budgets, machine=machine), aim)
 
     if budgets.updates is None and plan.update_us >= _LEAST_GAIN * plan.total_us and _updates_by_parameter(request):
-        yield changed('update="backward"', "update", _updating(budgets))
-        yield changed('update="backward" with run_ahead=True', "update", _updating(budgets, run_ahead=True))
+        yield changed('update="backward"', "update", _updating(request, budgets))
+        yield changed('update="backward" with run_ahead=True', "update", _updating(request, budgets, run_ahead=True))
     elif budgets.updates is not None and not budgets.updates.run_ahead:
         yield changed("run_ahead=True", "update", replace(budgets, updates=replace(budgets.updates, run_ahead=True)))
     if _is_priced(plan, "link"):
@@ -130,8 +130,9 @@ def _is_priced(plan: Plan, resource: str) -> bool:
     return certificate is None or certificate.gains_us.get(resource, 0.0) > _LEAST_PRICE * certificate.bound_us
 
 
-def _updating(budgets: Budgets, run_ahead: bool = False) -> Budgets:
-    return replace(budgets, updates=Updates(budgets.state_copies, run_ahead=run_ahead, checked=True))
+def _updating(request: ForecastRequest, budgets: Budgets, run_ahead: bool = False) -> Budgets:
+    workspace = update_workspace(request.precision.split, request.optimizer != "sgd")
+    return replace(budgets, updates=Updates(budgets.state_copies, workspace, run_ahead=run_ahead, checked=True))
 
 
 def _updates_by_parameter(request: ForecastRequest) -> bool:
@@ -176,15 +177,15 @@ def _savings(request: ForecastRequest, sized: SizedStep, budgets: Budgets) -> It
     backward = budgets.updates is None and trains and _updates_by_parameter(request)
     also = ' with update="backward"' if backward else ""
     if backward:
-        yield Change('update="backward"', lambda: replace(problem, budgets=_updating(budgets)))
+        yield Change('update="backward"', lambda: replace(problem, budgets=_updating(request, budgets)))
     if (lean := _less_state(request, problem)) is not None:
-        name, less = lean
-        yield Change(f'optimizer="{name}"{also}', lambda: replace(problem, budgets=_updating(less) if backward else less))
+        name, less = lean[0], _updating(request, lean[1]) if backward else lean[1]
+        yield Change(f'optimizer="{name}"{also}', lambda: replace(problem, budgets=less))
     if trains and not request.lora:
         adapters = replace(request, lora=_LORA_RANK)
         yield Change(f"lora={_LORA_RANK}", lambda: sized_step(adapters, *sized.size).candidates.problem)
     if budgets.disk is None and (not trains or backward or budgets.updates is not None):
-        updating = _updating(budgets) if backward else budgets
+        updating = _updating(request, budgets) if backward else budgets
         nbytes = request.machine.disk_nbytes or sum(held_nbytes(problem.step, budgets).values()) * 2
         on_disk = replace(request, budgets=with_disk(updating, nbytes, request.precision))
         yield Change(f"disk={also}", lambda: in_form(on_disk, sized, sized.joint.form).candidates.problem)

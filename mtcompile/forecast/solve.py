@@ -22,7 +22,7 @@ from mtcompile.forecast.scaling import with_scaling
 from mtcompile.machine.presets import named
 from mtcompile.models.loading import check_shape
 from mtcompile.optim.precision import Precision, precision_named
-from mtcompile.optim.state_sizes import FORECAST_STATES, optimizer_named, state_copies
+from mtcompile.optim.state_sizes import FORECAST_STATES, optimizer_named, state_copies, update_workspace
 from mtcompile.optim.update_options import update_options
 from mtcompile.options import check_fragments, parse_bytes, parse_disk
 from mtcompile.passes.analysis.cost import Machine
@@ -145,7 +145,8 @@ def plan(
     updates = None
     if options is not None:
         norm_copies, held = NORM_COPIES if kind.split else 1.0, options.needs_all_gradients
-        updates = Updates(copies, held=held, run_ahead=run_ahead, checked=not held, norm_copies=norm_copies)
+        workspace = update_workspace(kind.split, optimizer != "sgd")
+        updates = Updates(copies, workspace, held=held, run_ahead=run_ahead, checked=not held, norm_copies=norm_copies)
     ranks, once = layout_named(gpus, hosts, network, solve, disk), updates_once(make_optimizer)
     budgets = _with_disk(Budgets(device, parse_bytes(host, "host"), copies, updates=updates), disk, kind, force)
     if budgets.disk is not None and solve is not None:

@@ -22,8 +22,9 @@ _LIBRARIES = 0.02  # share of an accelerator's free memory that libraries take f
 _LEFT_FREE = 0.1  # share of an accelerator's free memory left out of a default budget, for rounding and libraries
 
 
-def choose(device: str | torch.device | None) -> Device:
-    """Returns the device of that name; for None, the GPU if there is one, else the emulated device. Raises ValueError."""
+def choose(device: str | torch.device | None, memory: int | None = None) -> Device:
+    """Returns the device of that name; for None, the GPU if there is one, else the emulated device. Raises ValueError, also for
+    a budget of more ``memory`` than it has."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -39,7 +40,10 @@ def choose(device: str | torch.device | None) -> Device:
     if where.type == "cuda":
         _set_up_allocator()
     where = where if where.index is not None else torch.device(where.type, module.current_device())
-    return CudaDevice(where, ranges=knobs.nvtx(), check_host=check_allocation)
+    chosen = CudaDevice(where, ranges=knobs.nvtx(), check_host=check_allocation)
+    if memory is not None and (total := total_nbytes(chosen)) is not None and memory > total:
+        raise ValueError(f"expected memory of at most the {total} bytes ({gib(total)}) of {where}, found {memory}")
+    return chosen
 
 
 def _set_up_allocator() -> None:
@@ -115,7 +119,9 @@ def total_nbytes(device: Device) -> int | None:
 
 class AcceleratorPeak:
     """Measures the peak of bytes requested from an accelerator's allocator, beyond those at entry. After exit, ``nbytes`` is
-    the peak and ``kept`` is what is still allocated."""
+    the peak and ``kept`` is what is still allocated. What operations ran is not seen."""
+
+    reads_values = False
 
     def __init__(self, where: torch.device) -> None:
         self.nbytes: int | None = None

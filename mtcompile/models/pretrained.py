@@ -69,9 +69,10 @@ def from_pretrained(
 
     A model of Transformers is what its own ``from_pretrained`` returns: in evaluation mode, with names and layouts of older
     checkpoints converted, tied weights tied, missing weights initialized and reported. For a module, other names or shapes
-    raise CheckpointError before anything is read. Raises BudgetError, with ``.minimum_bytes``, if
-    the weights fit neither into host memory nor on the disk, and DiskError if that takes no files.
+    raise CheckpointError before anything is read, and so do options that ``compile`` refuses. Raises BudgetError, with
+    ``.minimum_bytes``, if the weights fit neither into host memory nor on the disk, and DiskError if that takes no files.
     """
+    compiling = compile(**options)
     precision = precision_named(options.get("precision", "model"))
     tensors = stored_tensors(folder)
     room = _Room(parse_bytes(options.get("host"), "host"), parse_disk(options.get("disk")))
@@ -79,7 +80,7 @@ def from_pretrained(
         loaded: Any = _into_module(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), room)
     else:
         loaded = _of_transformers(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), room)
-    return compile(loaded if prepare is None else prepare(loaded), **options)
+    return compiling(loaded if prepare is None else prepare(loaded))
 
 
 def _weights(precision: Precision) -> torch.dtype | None:

@@ -56,6 +56,16 @@ def _copies(precision: Precision, states: int) -> float:
     return 1.0 + 2.0 * states if precision.split else float(states)
 
 
+def update_workspace(split: bool, keeps_state: bool = True, compiled: bool = True) -> float:
+    """Returns what an update on the device needs for itself, in sizes of the parameter. ``split``: whether it has masters.
+    Torch's own steps need up to three temporaries of that size. Masters are updated in place by kernels that were ``compiled``,
+    or by torch in pieces, once gradients with other strides are copied; an optimizer that keeps no state writes fp32 that
+    nobody reads."""
+    if not split:
+        return 3.0
+    return (1.0 if compiled else 2.0) + (0.0 if keeps_state else 2.0)
+
+
 def optimizer_named(name: str) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     """Returns what makes an optimizer of a class of torch.optim, with its defaults; of the matrices alone, if the class takes
     nothing else. Raises ValueError with a similar name."""

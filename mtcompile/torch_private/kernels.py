@@ -86,17 +86,21 @@ def _ending_profiler() -> Iterator[None]:
         raise
 
 
+_READING_VALUES = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::bincount"}
+
+
 class AllocatorPeak:
     """Measures the largest sum of live bytes that this thread allocated since entry, from the allocator's own events. Holds the
     process's lock meanwhile: there is one profiler.
 
     ``nbytes`` after exit: the peak over the bytes live at entry; None where another profiler was already active. ``kept``: the
-    bytes that are still held then.
+    bytes that are still held then. ``reads_values``: whether operations ran by whose values others may be sized.
     """
 
     def __init__(self) -> None:
         self.nbytes: int | None = None
         self.kept = 0
+        self.reads_values = False
         self._profile: Any = None
         self._lock = contextlib.ExitStack()
 
@@ -121,8 +125,9 @@ class AllocatorPeak:
                 self._profile.__exit__(*exc)
         finally:
             self._lock.close()
-        memory = (e for e in self._profile.kineto_results.events() if e.name() == "[memory]")
-        events = ((e.start_ns(), e.nbytes()) for e in memory)
+        every = [(e, e.name()) for e in self._profile.kineto_results.events()]
+        self.reads_values = any(name in _READING_VALUES for _, name in every)
+        events = ((e.start_ns(), e.nbytes()) for e, name in every if name == "[memory]")
         live = peak = 0
         for _, nbytes in sorted(events, key=lambda event: event[0]):  # stable: events of one nanosecond keep their order
             live += nbytes

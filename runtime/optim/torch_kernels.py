@@ -17,15 +17,17 @@ from mtcompile.runtime.optim.formula import Update
 from mtcompile.runtime.optim.operands import Operands, join_bits, split_bits
 
 _CHUNK = 2**16  # elements per thread: temporaries stay in its cache, and a call of torch is long beside its own overhead
+_TEMPORARY = 24  # bytes of temporaries for each element of a chunk: four rows of fp32, and two of int32 where masters are split
 
 
 @torch.no_grad()
 def apply(update: Update, operands: Operands) -> None:
-    """Update in place, on operands that have been checked. Version counters stay as they are: the caller counts."""
+    """Update in place, on operands that have been checked. Version counters stay as they are: the caller counts. Temporaries
+    take at most as many bytes as the weight, for which plans have room, or those of one element."""
     weight, grad, remainder = operands.weight.data, operands.grad.data, operands.remainder
     remainder = None if remainder is None else remainder.data  # .data: writes to it are not counted
     states = [state.data for state in operands.states]
-    chunk = _CHUNK * torch.get_num_threads()
+    chunk = min(_CHUNK * torch.get_num_threads(), max(1, weight.nbytes // _TEMPORARY))
     rows = torch.empty((4, min(chunk, weight.numel())), dtype=torch.float32, device=weight.device)  # w, g and two temporaries
     for start in range(0, weight.numel(), chunk):
         part = slice(start, start + chunk)

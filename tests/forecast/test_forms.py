@@ -159,3 +159,14 @@ def test_no_form_promises_more_than_the_whole_does_with_no_memory_for_the_work_o
         assert promised <= whole.bound_us(device, None)
         assert all(promised <= step.candidates.bound_us(device, None) * (1 + 1e-9) for step in forms)
     assert whole.bound_us(least, None, inside=False) > whole.bound_us(None, None)
+
+
+def test_updates_in_the_backward_need_as_much_as_in_a_compiled_step() -> None:
+    make, inputs = (lambda: Residual(layers=2)), {"x": torch.ones(4, WIDTH)}
+    forecast = mtcompile.plan(make(), inputs, memory="1GiB", machine="rtx4090", update="backward")
+    model = make()
+    options: Any = {"loss_chunks": "auto", "tiles": "auto", "throttle": "rtx4090", "update": "backward"}
+    compiled = mtcompile.compile(model, memory="1GiB", optimizer=adamw(model.parameters()), device="cpu", **options)
+    compiled(**inputs).sum().backward()
+    assert compiled.plan is not None
+    assert forecast.peak_bytes["device"] == compiled.plan.peak_bytes["device"]

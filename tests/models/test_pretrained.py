@@ -297,6 +297,28 @@ def test_what_does_not_fit_is_refused_before_it_is_read_within_ulimits(tmp_path:
     assert "left of ulimit -v (address space). Nothing was read" in result["refused"] and result["taken"] < 16 * MIB
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"memroy": "1GiB"}, TypeError, "memroy"),
+        ({"policy": "fast"}, ValueError, "expected policy to be one of"),
+        ({"update": "step", "max_grad_norm": 1.0}, ValueError, 'update="backward" with max_grad_norm'),
+        ({"device": "gpu"}, ValueError, "expected device to be one that torch sees here"),
+        ({"optimizer": torch.optim.AdamW}, TypeError, "expected an optimizer of this model's parameters"),
+        ({"disk": "/nowhere:1GiB"}, ValueError, "takes what host= has no room for"),
+    ],
+)
+def test_options_are_refused_before_anything_is_read(
+    options: dict[str, Any], error: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, transformers.LlamaConfig(**SMALL))
+    for name in ("stored_tensors", "configuration"):
+        monkeypatch.setattr(f"mtcompile.models.pretrained.{name}", lambda *_: pytest.fail("it was read"))
+    for model in (None, on_meta()):
+        with pytest.raises(error, match=words):
+            mtcompile.from_pretrained(tmp_path, model, **options)
+
+
 def test_what_does_not_fit_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, transformers.LlamaConfig(**SMALL))
     nbytes = sum(p.nbytes for p in transformers.AutoModelForCausalLM.from_pretrained(tmp_path).parameters())

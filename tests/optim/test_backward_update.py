@@ -19,6 +19,7 @@ import mtcompile
 from mtcompile.errors import StepError
 from mtcompile.models.decoders import Decoder, Shape, fake
 from mtcompile.passes.analysis.cost import Machine
+from mtcompile.runtime.optim import host_kernels
 from mtcompile.runtime.optim.host_kernels import nonfinite
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.verify import ScheduleError, verify
@@ -35,6 +36,10 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 def deep(layers: int) -> nn.Module:
     torch.manual_seed(0)
     return Decoder(Shape(64, 160, layers, 2, 1, 256, head_dim=32, dtype=torch.float32)).train()
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def compiled(
@@ -431,11 +436,18 @@ def test_every_value_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
             assert all(nonfinite([*good, tensor, tensor], by) == 3 for by in ways)
 
 
-def test_updates_on_the_device_take_no_more_than_was_planned() -> None:
-    """The first backward that finds optimizer state is the one with most in memory."""
+@pytest.mark.parametrize("make", [adamw, plain_sgd])
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_updates_on_the_device_take_no_more_than_was_planned(
+    make: Optimizer, by_torch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first backward that finds optimizer state is the one with most in memory. Where update.c was not built, torch updates
+    in pieces; SGD without momentum writes one that nobody reads."""
+    if by_torch:
+        monkeypatch.setattr(host_kernels, "library", lambda: None)
     torch.manual_seed(0)
     model = Residual().bfloat16()
-    optimizer = adamw(model.parameters())
+    optimizer = make(model.parameters())
     trained: Any = mtcompile.compile(
         model, optimizer=optimizer, update="backward", policy="resident", precision="bf16-master32"
     )

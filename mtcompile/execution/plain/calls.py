@@ -1,7 +1,8 @@
 """Gradient-free calls (evaluation, generation, reference models): the plain forward runs at any shape, within the budget.
 
-Parameters that the device has no lasting place for are lent to it. What else a call takes is measured the first time, for each
-call that is notably larger than known ones, and now and then. A call that is not known to fit, and may not, is planned.
+Parameters that the device has no lasting place for are lent to it. What else a call takes is measured for each size and each
+change of the modules' attributes, now and then, and always where twice as much would not fit. A call that is not known to fit,
+and may not, is planned.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from mtcompile.capture.dynamo import only_whole
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.execution.plain.held import buffers_on, held_nbytes, held_on
 from mtcompile.execution.plain.lending import Lending, call_lending, changed_unseen, is_lendable, keepers, lent_nbytes
-from mtcompile.execution.plain.sizes import CallSize, KnownCalls, size_of_call, tensors_in
+from mtcompile.execution.plain.sizes import CallSize, KnownCalls, attributes_of, size_of_call, tensors_in
 from mtcompile.execution.runner import version_of
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import allocator_peak
@@ -33,6 +34,8 @@ from mtcompile.runtime.schedule import gib
 
 _AT_ONCE = 2  # parameters that have to fit: one that is read, and one on its way
 _SURE = 8  # times an estimate by sizes alone: where so much is free, a call runs without a plan
+_CHANGED = 64  # times what calls took before attributes changed: likewise
+_ROOMY = 2  # times what calls of a size took: where so much is free, they are seldom measured
 _MARGIN = 1.5  # of what a plain forward may take over a planned one
 
 
@@ -82,6 +85,7 @@ class GradientFreeCalls:
         self._order: list[int] = []  # in which the last call read what was lent
         self._care: _Modules | None = None
         self._reads_unseen = self._has_warned = False
+        self._by_values = False  # whether a measured call read values, which may be sizes
         self._is_whole = True  # whether one plan may be all of a call
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -89,7 +93,7 @@ class GradientFreeCalls:
         if self._reads_unseen or self.session.door.in_parts:
             return self.planned(args, kwargs)
         self.session.drain()
-        size = size_of_call(model, args, kwargs, self._where)
+        size = replace(size_of_call(model, args, kwargs, self._where), attributes=attributes_of(model))
         others = self._known.nbytes(size)
         with torch_private.lasting():
             self._place_parameters(others)
@@ -131,14 +135,14 @@ class GradientFreeCalls:
         return needed <= self._budget
 
     def _most(self, model: nn.Module, size: CallSize, homes: _Homes, args: Any, kwargs: Any) -> int:
-        """Returns the most bytes that a call may take: those that it took; by what others took, or were planned to; by the last
-        step that ran, in whose forward each region has there what it reads and the largest value that it makes; else by its
-        sizes."""
+        """Returns the most bytes that a call may take: those that it took; by what others took, or were planned to, before
+        attributes changed if need be; by the last step that ran, in whose forward each region has there what it reads and the
+        largest value that it makes; else by its sizes."""
         if self._known.has(size):
             return self._known.nbytes(size) or 0
-        known = [nbytes for calls in (self._known, self._planned) if (nbytes := calls.most(size)) is not None]
-        if known:
-            return min(known) + self._least_lent(homes)
+        for changed, times in ((False, 1), (True, _CHANGED)):
+            if known := [most for calls in (self._known, self._planned) if (most := calls.most(size, changed)) is not None]:
+                return times * min(known) + self._least_lent(homes)
         estimate, last = _AT_ONCE * _largest_value(model, args, kwargs), self.session.last
         if last is not None:
             step = last.problem.step
@@ -166,7 +170,7 @@ class GradientFreeCalls:
 
     def _within(self, model: nn.Module, size: CallSize, others: int | None, homes: _Homes, args: Any, kwargs: Any) -> Any:
         """Runs the forward within the budget, and measures it if that is due."""
-        is_due = knobs.check() or self._known.is_due(size)
+        is_due = self._known.is_due(size) or knobs.check() or not self._is_roomy(size, others, homes)
         room = self._room(None if is_due else others, homes)
         if room.others is not None:
             output, most_lent = self._run(model, homes, room, args, kwargs)
@@ -175,11 +179,20 @@ class GradientFreeCalls:
             return output
         with allocator_peak(self._where) as measured:
             output, most_lent = self._run(model, homes, room, args, kwargs)
+        self._by_values |= measured.reads_values
         if measured.nbytes is not None:  # there was no other profiler
             self._known.note(size, measured.nbytes, most_lent)
             self.session.note_call(room.held + measured.nbytes)
             self._check(room, measured.nbytes, self._least_lent(homes))
         return output
+
+    def _is_roomy(self, size: CallSize, others: int | None, homes: _Homes) -> bool:
+        """Tells whether a call of a known size would fit even if it took a multiple of what was measured: that may depend on
+        what no attribute of a module shows. Not so of calls that read values."""
+        if others is None or self._by_values or not self._known.has(size):
+            return False
+        held = self.session.resting_nbytes() + homes.held_nbytes
+        return held + _ROOMY * others + self._least_lent(homes) <= self._budget
 
     def _run(self, model: nn.Module, homes: _Homes, room: _Room, args: Any, kwargs: Any) -> tuple[Any, int]:
         """Returns the forward's output, and the most bytes that were lent at once."""

@@ -14,6 +14,8 @@ from mtcompile.torch_private import pytree
 _GROWTH = 1.25  # of each size, up to which the bytes of a larger call are extrapolated
 _MOST = 32  # known calls of each kind
 _MOST_KINDS = 256
+_DECIDING = (bool, int, str)  # types of attributes: numbers that are no counts are seldom sizes, and change more often
+_POWER = 3  # of a size's growth, with which bytes grow at most
 _DEPTH = 4  # to which arguments that are objects (caches) are looked into
 
 
@@ -22,10 +24,12 @@ Sizes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class CallSize:
-    """``kind``: equal for calls that differ in sizes alone. ``sizes``: the shape of every tensor."""
+    """``kind``: equal for calls that differ in sizes alone. ``sizes``: the shape of every tensor. ``attributes``: of modules,
+    where these count, as ``attributes_of`` returns them."""
 
     kind: tuple[Any, ...]
     sizes: Sizes
+    attributes: int = 0
 
 
 def size_of_call(model: torch.nn.Module, args: Any, kwargs: Any, where: torch.device) -> CallSize:
@@ -47,6 +51,13 @@ def size_of_call(model: torch.nn.Module, args: Any, kwargs: Any, where: torch.de
     return CallSize((str(spec), *kind), tuple(sizes))
 
 
+def attributes_of(model: torch.nn.Module) -> int:
+    """Returns a hash of what modules have for attributes that may decide how much a forward computes: numbers that count, flags
+    and names."""
+    states = (vars(module).items() for module in model.modules())
+    return hash(tuple([pair for state in states for pair in state if type(pair[1]) in _DECIDING]))
+
+
 def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
     """Yields the tensors in a value: in containers and in attributes of objects, to that ``depth``."""
     if isinstance(value, torch.Tensor):
@@ -61,7 +72,7 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
 class KnownCalls:
     """Bytes that calls took, by their sizes. ``_computed``: those beside parameters."""
 
-    by_kind: dict[tuple[Any, ...], list[tuple[Sizes, int]]] = field(default_factory=dict)
+    by_kind: dict[Any, list[tuple[Sizes, int]]] = field(default_factory=dict)
     _computed: dict[CallSize, int] = field(default_factory=dict)
     _calls: Counter[CallSize] = field(default_factory=Counter)
 
@@ -74,19 +85,23 @@ class KnownCalls:
 
     def has(self, call: CallSize) -> bool:
         """Tells whether a call of just that size is known."""
-        return any(sizes == call.sizes for sizes, _ in self.by_kind.get(call.kind, ()))
+        return any(sizes == call.sizes for sizes, _ in self._alike(call))
+
+    def _alike(self, call: CallSize) -> list[tuple[Sizes, int]]:
+        return self.by_kind.get((call.kind, call.attributes), [])
 
     def nbytes(self, call: CallSize) -> int | None:
         """Returns the most bytes that a call takes: those of a known call that is as large in each size; or of one whose sizes
-        it exceeds by at most a quarter, times the square of what each size has grown by. Sizes of several tensors that have
+        it exceeds by at most a quarter, times the cube of what each size has grown by. Sizes of several tensors that have
         grown alike are taken for one. None for a call like no known one."""
-        near = ((sizes, nbytes) for sizes, nbytes in self.by_kind.get(call.kind, ()) if _near(call.sizes, sizes))
+        near = ((sizes, nbytes) for sizes, nbytes in self._alike(call) if _near(call.sizes, sizes))
         return min((_scaled(nbytes, sizes, call.sizes) for sizes, nbytes in near), default=None)
 
-    def most(self, call: CallSize) -> int | None:
-        """Returns the most bytes beside parameters that a call takes, by those of calls of any sizes: times the square of what
-        each size has grown by. None for a call like no known one."""
-        alike = ((each, nbytes) for each, nbytes in self._computed.items() if each.kind == call.kind)
+    def most(self, call: CallSize, changed: bool = False) -> int | None:
+        """Returns the most bytes beside parameters that a call takes, by those of calls of any sizes: times the cube of what
+        each size has grown by. ``changed``: by those with other attributes. None for a call like no known one."""
+        known = ((each, nbytes) for each, nbytes in self._computed.items() if each.kind == call.kind)
+        alike = ((each, nbytes) for each, nbytes in known if (each.attributes != call.attributes) == changed)
         return min((_scaled(nbytes, each.sizes, call.sizes) for each, nbytes in alike), default=None)
 
     def note(self, call: CallSize, nbytes: int, lent: int = 0) -> None:
@@ -94,10 +109,10 @@ class KnownCalls:
         if len(self._computed) >= _MOST_KINDS:
             self._computed.clear()
         self._computed[call] = max(0, nbytes - lent)
-        known = self.by_kind.pop(call.kind, [])
+        known = self.by_kind.pop((call.kind, call.attributes), [])
         others = [each for each in known if each[0] != call.sizes]
         nbytes = max([nbytes, *(before for sizes, before in known if sizes == call.sizes)])
-        self.by_kind[call.kind] = [*others, (call.sizes, nbytes)][-_MOST:]
+        self.by_kind[call.kind, call.attributes] = [*others, (call.sizes, nbytes)][-_MOST:]
         while len(self.by_kind) > _MOST_KINDS:
             del self.by_kind[next(iter(self.by_kind))]
 
@@ -112,5 +127,5 @@ def _scaled(nbytes: int, known: Sizes, sizes: Sizes) -> int:
     for shapes in zip(known, sizes, strict=True):
         growth |= Counter((before, size) for before, size in zip(*shapes, strict=True) if size > before)
     for (before, size), count in growth.items():
-        nbytes = -(-nbytes * size ** (2 * count) // max(1, before) ** (2 * count))
+        nbytes = -(-nbytes * size ** (_POWER * count) // max(1, before) ** (_POWER * count))
     return nbytes

@@ -293,7 +293,7 @@ def _update_masters(
     scale = 1.0 if factor is None else float(factor)
     parameters = [backward.parameters[name] for name in grads]
     rows = [(p, grad, backward.groups[id(p)][1]) for p, grad in zip(parameters, grads.values(), strict=True)]
-    new = any(not backward.optimizer.state.get(parameter) for parameter in parameters)
+    stateless = [parameter for parameter in parameters if not backward.optimizer.state.get(parameter)]
     try:
         position = masters.update(backward.optimizer, rows, scale, checked)
     except BaseException:
@@ -304,7 +304,7 @@ def _update_masters(
     backward.has_updated = True
     if position is not None:
         masters.update(backward.optimizer, rows, scale)
-    backward.allocated_state |= new
+    backward.allocated_state |= any(backward.optimizer.state.get(parameter) for parameter in stateless)
 
 
 def update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None, staged: Staged | None = None) -> None:
@@ -320,11 +320,12 @@ def update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor
         stand_in.grad = grad if factor is None else grad.mul_(factor)
         groups.setdefault(index, {**options, "params": []})["params"].append(stand_in)
         state[stand_in] = optimizer.state[parameter] if staged is None else staged.state
-        backward.allocated_state |= not state[stand_in]
+    stateless = [entry for entry in state.values() if not entry]
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__, param_groups=list(groups.values()), state=state)
     twin.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     type(optimizer).step(twin)
+    backward.allocated_state |= any(stateless)
 
 
 # By the operation of the step graph.

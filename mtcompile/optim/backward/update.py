@@ -33,13 +33,14 @@ from mtcompile.optim.backward.fragments import FragmentUpdates
 from mtcompile.optim.backward.kernels import KERNELS, Backward, Shares, tell_what_changed
 from mtcompile.optim.disk_state import DiskState
 from mtcompile.optim.master_weights import Masters
-from mtcompile.optim.state_sizes import STATES, is_elementwise
+from mtcompile.optim.state_sizes import STATES, is_elementwise, update_workspace
 from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.optim.wholeness import Wholeness
 from mtcompile.passes.analysis.state import UPDATE_SETS
 from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.step_graph import Fragment, calls, fragments_of, is_update, update
 from mtcompile.references import weakly
+from mtcompile.runtime.optim.host_kernels import library
 from mtcompile.runtime.schedule import gib
 
 Kernel = Callable[..., Sequence[Tensor]]
@@ -102,8 +103,10 @@ class UpdatesInBackward:
         return {name: p for name, p in nn.Module.named_parameters(model) if id(p) in updated}
 
     def plan_updates(self, state_copies: float) -> Updates:
-        """The updates as a plan has them: C works in place, torch's need up to three temporaries of a parameter's size."""
-        workspace = 1.0 if self.masters is not None else 3.0
+        """The updates as a plan has them."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        keeps_state = all(group.get("momentum", 1) for group in groups)
+        workspace = update_workspace(self.masters is not None, keeps_state, library() is not None)
         held, norm_copies = self.options.needs_all_gradients, 1.0 if self.masters is None else NORM_COPIES
         return Updates(state_copies, workspace, held, self.options.run_ahead, checked=not held, norm_copies=norm_copies)
 

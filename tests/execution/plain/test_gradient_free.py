@@ -367,19 +367,19 @@ def test_what_a_call_takes_is_known_for_smaller_ones_and_estimated_for_slightly_
     known = KnownCalls()
     known.note(size((4, 100)), 1000)
     assert known.nbytes(size((4, 100))) == known.nbytes(size((1, 7))) == 1000
-    assert known.nbytes(size((4, 110))) == 1210
+    assert known.nbytes(size((4, 110))) == 1331
     assert known.nbytes(size((4, 126))) is None
-    assert known.most(size((4, 200))) == 4000
-    assert known.nbytes(size((5, 60))) == 1563
+    assert known.most(size((4, 200))) == 8000
+    assert known.nbytes(size((5, 60))) == 1954
     assert known.nbytes(size((1, 1), training=False)) is None
     assert known.most(size((4, 100))) == known.most(size((4, 99))) == 1000
-    assert known.most(size((8, 150))) == 9000
+    assert known.most(size((8, 150))) == 27000
     assert known.most(size((8, 150), training=False)) is None
     known.note(size((8, 200)), 3000, 500)
     assert known.most(size((8, 150))) == 2500
-    assert known.nbytes(size((5, 60))) == 1563
+    assert known.nbytes(size((5, 60))) == 1954
     assert known.nbytes(size((8, 60))) == 3000
     known.note(size((10, 10), (10,), (5,), training=False), 100)
-    assert known.nbytes(size((11, 10), (11,), (5,), training=False)) == 121  # one size, of two tensors
-    assert known.nbytes(size((11, 11), (10,), (5,), training=False)) == 147
-    assert known.nbytes(size((11, 10), (10,), (6,), training=False)) == 175
+    assert known.nbytes(size((11, 10), (11,), (5,), training=False)) == 134  # one size, of two tensors
+    assert known.nbytes(size((11, 11), (10,), (5,), training=False)) == 178
+    assert known.nbytes(size((11, 10), (10,), (6,), training=False)) == 232

@@ -93,7 +93,7 @@ def test_no_plan_is_evaluated_twice_in_a_search(case: str, monkeypatch: pytest.M
         return counted(problem, draft, plan)
 
     monkeypatch.setattr(candidates_module, "evaluate", counting)
-    monkeypatch.setattr(candidates_module, "MOST_SEARCHED", 40)
+    monkeypatch.setattr(candidates_module, "MOST_SEARCHED", 16)
     remembering, forgetting = Candidates(problem), Candidates(problem)
     remembering._evaluator.able = forgetting._evaluator.able = False  # schedules alone tell the figures
     forgetting._figures, forgetting._paces = Forgetting(), Forgetting()
