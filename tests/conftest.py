@@ -19,6 +19,7 @@ from mtcompile.capture.joint import joint_key
 from mtcompile.kernels.eager import Built, EagerKernels
 from mtcompile.passes.cuts import bounds, compare
 from mtcompile.passes.planning import candidates, frontier
+from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.figures import lean
 from mtcompile.passes.planning.linear import seeds
 from mtcompile.passes.step_graph import copy_step
@@ -58,7 +59,8 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(candidates, "MOST_SEARCHED", _FEW)
         monkeypatch.setattr(candidates, "MOST_POINTS", _FEW)
         monkeypatch.setattr(seeds, "_AHEAD", (1,))
-        monkeypatch.setattr(candidates, "_FEW_SEARCHED", 0)  # no climbs in place of so few
+        monkeypatch.setattr(candidates, "_FEW_SEARCHED", 0)  # as many seeds as small steps have
+        monkeypatch.setattr(Candidates, "_climbs", lambda self: None)
         monkeypatch.setattr(frontier, "ROUNDS", 1)
         monkeypatch.setattr(lean, "_SOME_HOMES", 0)  # few ways to need little of the host
         monkeypatch.setattr(bounds, "_HALVINGS", 4)  # a form's least bytes are known less exactly

@@ -228,7 +228,7 @@ def test_a_throttled_device_gives_the_same_bits_and_takes_its_time() -> None:
 
 
 def test_only_the_emulated_device_is_throttled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(api, "choose", lambda device: SimpleNamespace(where=torch.device("cuda", 0)))
+    monkeypatch.setattr(api, "choose", lambda *about: SimpleNamespace(where=torch.device("cuda", 0)))
     with pytest.raises(ValueError, match="throttle="):
         mtcompile.compile(gpt(), throttle=Machine())
     with pytest.raises(ValueError, match="expected machine to be one of"):

@@ -117,11 +117,11 @@ class _Highs:
         highs.run()
         info, values = highs.getInfo(), highs.getSolution()
         least = float(info.mip_dual_bound)
-        found = numpy.array(values.col_value) if values.value_valid else None
+        near = numpy.array(values.col_value) if values.value_valid else None
         for variable in variables:
             highs.changeColIntegrality(variable, kinds.kContinuous)
         highs.setOptionValue("presolve", "off")
-        return least, found
+        return least, near
 
     def _set(self, limits: Array, bounds: Array) -> None:
         highs, rows = self._highs, len(limits)
