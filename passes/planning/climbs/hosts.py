@@ -24,6 +24,7 @@ from mtcompile.passes.planning.pace import impatient, with_pace
 
 _LEVELS = 20  # limits on the host
 _APART = 1.08  # a limit on the device over the next lower one, at least; all those of climbs would take twice as long
+_ABOVE = 3  # of the limits on the device: each of so many also with the next limit above a budget of the host
 _MOVES, _ROOMS = 60, 16  # plans that a climb evaluates, and those that make room for its start
 
 
@@ -82,7 +83,8 @@ class HostClimbs:
     _unlimited: dict[int, float] = field(default_factory=dict)
 
     def best(self, device: int | None, host: int, taken: Plan) -> Plan:
-        """Returns the fastest plan of all pairs within these bytes; ``taken`` if none is faster."""
+        """Returns the fastest plan of all pairs within these bytes; ``taken`` if none is faster. Plans of some pairs within a
+        little more of the host may need no more than there is, too."""
         column = (len(self.devices) if device is None else bisect_right(self.devices, device)) - 1
         row, bound = bisect_right(self.hosts, host) - 1, self.climbs.bound
         if column < 0 or row < 0:
@@ -90,14 +92,18 @@ class HostClimbs:
         limit = self.devices[column]
         if Limits(limit) in self.climbs.plans and self._unlimited_us(limit) >= taken.total_us:
             return taken
-        waiting, seen = [(bound(self.devices[column], self.hosts[row]), (column, row))], {(column, row)}  # lowest bound first
+        above = [(each, row + 1) for each in range(column, -1, -1) if row + 1 < len(self.hosts) and each % _ABOVE == 0]
+        seen, highest = {(column, row), *above}, row
+        waiting = [(bound(self.devices[column], self.hosts[row]), (column, row)) for column, row in seen]  # lowest bound first
+        heapq.heapify(waiting)
         while waiting:
             bound_us, (column, row) = heapq.heappop(waiting)
             if bound_us >= taken.total_us:
                 break
-            if (plan := self._plan(Limits(self.devices[column], self.hosts[row]))) is not None:
+            plan = self._plan(Limits(self.devices[column], self.hosts[row]))
+            if plan is not None and plan.peak_bytes["host"] <= host:
                 taken = min(taken, plan, key=lambda one: one.total_us)
-            for lower in ((column - 1, row), (column, row - 1)):
+            for lower in ((column - 1, row), (column, row - 1)) if row <= highest else ():
                 if min(lower) >= 0 and lower not in seen:
                     seen.add(lower)
                     heapq.heappush(waiting, (bound(self.devices[lower[0]], self.hosts[lower[1]]), lower))
