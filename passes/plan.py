@@ -171,7 +171,7 @@ class Certificate:
         words |= {"compute": "10 % more compute"}
         worth = sorted((us, name) for name, us in self.gains_us.items() if us > self.bound_us / 1000)
         gains = [f"{words[name]} -{us / 1e3:.3g} ms" for us, name in reversed(worth)]
-        sentence = f"no plan within these budgets is faster than {self.bound_us / 1e3:.4g} ms"
+        sentence = f"no plan within these budgets, cut as here, is faster than {self.bound_us / 1e3:.4g} ms"
         return sentence + (f" (with {', '.join(gains)})" if gains else "")
 
 

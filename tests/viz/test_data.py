@@ -187,7 +187,7 @@ def test_a_page_is_one_file_that_fetches_nothing_and_runs_nothing_of_its_data() 
 
 def test_the_header_says_how_near_the_bound_a_plan_is() -> None:
     plan = Plan(step_time_us=100.0, update_us=10.0, certificate=Certificate(100.0, {"device memory": 7.0}))
-    told = "within 10.0% of the bound: no plan within these budgets is faster than 0.1 ms"
+    told = "within 10.0% of the bound: no plan within these budgets, cut as here, is faster than 0.1 ms"
     told += " (with 1 GiB more device memory -0.007 ms)"
     assert data.picture(inference(), plan=replace(plan, step_time_us=110.0, update_us=0.0))["bound"] == told
     assert data.picture(inference(), plan=plan)["bound"] == told and told in str(plan)
@@ -346,7 +346,7 @@ def test_the_command_shows_what_is_planned(tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     found = shown(target.read_text())
     assert "layer.weight" in found["values"]["alias"] and found["plan"].startswith("plan for")
-    assert "of the bound: no plan within these budgets is faster than" in found["bound"]
+    assert "of the bound: no plan within these budgets, cut as here, is faster than" in found["bound"]
     small = command(f"{factory}:make", "--batch", 8, "--memory", "1KiB", "-o", tmp_path / "none.html")
     assert small.exit_code == 3 and "--force" in small.output and not (tmp_path / "none.html").exists()
     assert command(f"{factory}:make", "--precision", "fp8").exit_code == 2

@@ -142,7 +142,7 @@ class GradientFreeCalls:
             return self._known.nbytes(size) or 0
         for changed, times in ((False, 1), (True, _CHANGED)):
             if known := [most for calls in (self._known, self._planned) if (most := calls.most(size, changed)) is not None]:
-                return times * min(known) + self._least_lent(homes)
+                return times * (max if changed else min)(known) + self._least_lent(homes)
         estimate, last = _AT_ONCE * _largest_value(model, args, kwargs), self.session.last
         if last is not None:
             step = last.problem.step

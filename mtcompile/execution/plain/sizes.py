@@ -99,10 +99,10 @@ class KnownCalls:
 
     def most(self, call: CallSize, changed: bool = False) -> int | None:
         """Returns the most bytes beside parameters that a call takes, by those of calls of any sizes: times the cube of what
-        each size has grown by. ``changed``: by those with other attributes. None for a call like no known one."""
+        each size has grown by. ``changed``: by the largest of those with other attributes. None where none is known."""
         known = ((each, nbytes) for each, nbytes in self._computed.items() if each.kind == call.kind)
         alike = ((each, nbytes) for each, nbytes in known if (each.attributes != call.attributes) == changed)
-        return min((_scaled(nbytes, each.sizes, call.sizes) for each, nbytes in alike), default=None)
+        return (max if changed else min)((_scaled(nbytes, each.sizes, call.sizes) for each, nbytes in alike), default=None)
 
     def note(self, call: CallSize, nbytes: int, lent: int = 0) -> None:
         """Remembers what a call took, or another one of its size, if that was more. ``lent``: how much of it was parameters."""

@@ -60,6 +60,13 @@ def test_calls_that_take_more_than_their_first_are_refused_before_they_run_or_sa
         model.copies = 1
         assert torch.equal(model(x), plain(x))
         model = compiled()
+        for copies in (1, 300):  # of calls with other attributes, the largest says what one more may take
+            model.copies = plain.copies = copies
+            assert torch.equal(model(x[:4]), plain(x[:4]))
+        model.copies, plain.copies = 6000, 1
+        ran.clear()
+        assert refused(model, x[:4])
+        model = compiled()
         for length in (40, 48, 56):
             assert torch.equal(model(longer := torch.randn(length, 16)), plain(longer))
         for length in (66, 80):
