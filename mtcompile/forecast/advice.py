@@ -179,7 +179,8 @@ def _savings(request: ForecastRequest, sized: SizedStep, budgets: Budgets) -> It
     if backward:
         yield Change('update="backward"', lambda: replace(problem, budgets=_updating(request, budgets)))
     if (lean := _less_state(request, problem)) is not None:
-        name, less = lean[0], _updating(request, lean[1]) if backward else lean[1]
+        name, less = lean
+        less = _updating(request, less) if backward else less
         yield Change(f'optimizer="{name}"{also}', lambda: replace(problem, budgets=less))
     if trains and not request.lora:
         adapters = replace(request, lora=_LORA_RANK)

@@ -1,4 +1,4 @@
-"""What a form of a step can give at best, by the bounds of its linear program."""
+"""Tells what a form of a step can give at best, by the bounds of its linear program."""
 
 from __future__ import annotations
 

@@ -177,11 +177,17 @@ class Comparison(Generic[S]):
         while it runs took no memory, nor what others may take few rows of."""
         device, host = self._device_and_host
         step = form.candidates.problem.step
-        names = fetched_by_rows(self.forms.captured, self.allowed.last_embeddings).keys()
-        names -= {name for coarsest in self._coarsest for name in coarsest.candidates.problem.step.meta["rows"]}
+        names = self._may_be_in_rows - {
+            name for coarsest in self._coarsest for name in coarsest.candidates.problem.step.meta["rows"]
+        }
         held = held_nbytes(step, form.candidates.problem.budgets)
         more = sum(held[home] for home in {step.meta["homes"][name] for name in names if name in step.meta["homes"]})
         return form.candidates.bound_us(None if device is None else device + more, host, inside=False)
+
+    @functools.cached_property
+    def _may_be_in_rows(self) -> frozenset[str]:
+        """The embeddings of which some form takes few rows."""
+        return frozenset(fetched_by_rows(self.forms.captured, self.allowed.last_embeddings))
 
     @property
     def _device_and_host(self) -> tuple[int | None, int | None]:
@@ -219,7 +225,7 @@ class Comparison(Generic[S]):
                 if (lead := self._lead) is not None:
                     if least_us(form.candidates) >= lead[0]:
                         break
-                    bound_us = form.candidates.bound_us(self.forms.limits.device, self.forms.limits.host)
+                    bound_us = form.candidates.bound_us(*self._device_and_host)
                     if self._goes_by_bounds(form) and before_us < bound_us < inf:  # what finer forms spare is worth less
                         if form.form == Form(form.form.chunks):
                             self._too_many_chunks = min(self._too_many_chunks, form.form.chunks)

@@ -368,8 +368,8 @@ class Candidates:
         if "disk" in self.problem.fixed_homes.values() or not self._evaluator.able:
             return None
         if self._improved is None:
-            kept = Rounding(self.blocks, self.sizes), held_nbytes(self.problem.step, self.problem.budgets)
-            seeds = Within(self._relaxed, self._by_density[0][0], *kept)
+            held = held_nbytes(self.problem.step, self.problem.budgets)
+            seeds = Within(self._relaxed, self._by_density[0][0], Rounding(self.blocks, self.sizes), held)
             about = self.problem, self.blocks, self.open_params, pareto(self._points), self.resident.plan.peak_bytes["device"]
             self._improved = climbs_of(*about, lambda plan: self._paced(plan).plan, (self._bound_us, seeds))
             self._improved.plans |= {limits: self.evaluate(plan).plan for limits, plan in self._climbed.items()}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.climbs.kicks import MOST_AHEAD, Move, differ, kicks
+from mtcompile.passes.planning.climbs.kicks import MOST_AHEAD, WHY, Move, differ, kicks
 from mtcompile.passes.planning.climbs.room import Room, rooms
 from mtcompile.passes.planning.frontier import Point
 from mtcompile.passes.planning.ladders import (
@@ -33,7 +33,6 @@ from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant
 from mtcompile.passes.step_graph import regions
 
-_WHY = "found by climbing"
 _CLIMBS, _SHARES = 16, 25  # peaks up to which plans are improved, of how many
 _FINER = 4  # times as many shares for small steps, whose homes may be as large as one of these
 _STARTS, _MOVES = (1.0, 0.9, 0.8), (60, 40, 40)  # of a limit: where climbs to it start; plans that they evaluate at first
@@ -262,7 +261,7 @@ def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
     """Exchanges equal homes between the device and the host, moves one, and lets one stay from the forward to the backward."""
 
     def set_to(plan: Plan, kind: Any, tiers: Mapping[str, Choice]) -> Plan:
-        return plan.with_decisions([Decision(kind, home, choice, sizes[home], _WHY) for home, choice in tiers.items()])
+        return plan.with_decisions([Decision(kind, home, choice, sizes[home], WHY) for home, choice in tiers.items()])
 
     def neighbours(plan: Plan) -> Iterator[Plan]:
         tiers = plan.tiers(homes)
@@ -309,7 +308,7 @@ def _waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Mo
             for kind, waits in kinds if plan.lookahead and homes else ():
                 now = any(map(waits, homes))
                 if now or rank < _LARGEST:
-                    yield plan.with_decisions(waiting(kind, homes, sizes, not now, _WHY))
+                    yield plan.with_decisions(waiting(kind, homes, sizes, not now, WHY))
 
     return neighbours
 
@@ -327,7 +326,7 @@ def _waits_together(sizes: Mapping[str, int]) -> Move:
         waits = {home for home, tier in tiers.items() if tier == "host" and (plan.returns_late(home) or plan.frees_early(home))}
         for span in spans:
             if waits & set(span):
-                yield plan.with_decisions([d for kind in kinds for d in waiting(kind, span, sizes, False, _WHY)])
+                yield plan.with_decisions([d for kind in kinds for d in waiting(kind, span, sizes, False, WHY)])
 
     return neighbours
 
@@ -341,7 +340,7 @@ def _loads(blocks: Sequence[Block]) -> Move:
         for late in (True, False):  # what comes late now, first
             for values in ranks:
                 if any(plan.loads_late(value.name) for value in values) == late:
-                    yield plan.with_decisions(loading(values, not late, _WHY))
+                    yield plan.with_decisions(loading(values, not late, WHY))
 
     return neighbours
 
@@ -377,7 +376,7 @@ def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
 
 
 def _keeping(plan: Plan, block: Block, variant: Variant, choice: Choice) -> Plan:
-    varied = plan.with_decision(variant_decision(block.name, block.saved, variant, _WHY))
+    varied = plan.with_decision(variant_decision(block.name, block.saved, variant, WHY))
     return _placed(varied, [block.saved[i] for i in variant.positions], choice)
 
 
@@ -386,4 +385,4 @@ def _last(blocks: Sequence[Block], wanted: Callable[[Block], bool]) -> Block | N
 
 
 def _placed(plan: Plan, values: Sequence[Any], choice: Choice) -> Plan:
-    return plan.with_decisions([activation_decision(value, choice, _WHY) for value in values])
+    return plan.with_decisions([activation_decision(value, choice, WHY) for value in values])

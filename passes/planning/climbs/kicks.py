@@ -9,7 +9,7 @@ from dataclasses import replace
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.ladders import Block, WaitKind, waiting
 
-_WHY = "found by climbing"
+WHY = "found by climbing"
 MOST_AHEAD = 4
 _KICKS = 6  # homes, the largest first, of which plans decide otherwise
 _FARTHER, _WAITING = (1, 2), (2, 4)  # how many regions more fetches are ahead, and how many of these homes wait then
@@ -28,10 +28,10 @@ def kicks(blocks: Sequence[Block], sizes: Mapping[str, int]) -> Move | None:
     def neighbours(plan: Plan) -> Iterator[Plan]:
         for home, tier in zip(homes, plan.tiers(homes), strict=True):
             other: Choice = "host" if tier == "device" else "device"
-            yield plan.with_decision(Decision("params", home, other, sizes[home], _WHY))
+            yield plan.with_decision(Decision("params", home, other, sizes[home], WHY))
         for farther, count in itertools.product(_FARTHER, _WAITING):
             if (ahead := plan.lookahead + farther) <= MOST_AHEAD:
-                decisions = [each for kind in kinds for each in waiting(kind, homes[:count], sizes, True, _WHY)]
+                decisions = [each for kind in kinds for each in waiting(kind, homes[:count], sizes, True, WHY)]
                 yield replace(plan, lookahead=ahead).with_decisions(decisions)
 
     return neighbours

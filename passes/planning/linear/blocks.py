@@ -33,12 +33,11 @@ class Option:
 @dataclass(frozen=True, slots=True)
 class Choices:
     """The variables of blocks. By block: ``options`` for what it saves, and, for each value that leaves it (``crossing``), its
-    bytes and its two places; ``again``, for each that a call alone makes again, the variable for the
-    share in which one does; bytes by variable that it saves on the device (``saved``), that leave it and wait there
-    (``leaving``), and that its backward gets back from the host (``back``); ``waiting``: of what left blocks before it and
-    waits on the device, what no backward behind its own reads; ``given``: that its backward reads of what left other blocks
-    and did not wait on the device, and ``given_first``: what of this no block behind it reads. ``repeated``: the µs of making
-    again what leaves a block, each."""
+    bytes and its two places; ``again``, for each that a call alone makes again, the variable for the share in which one does;
+    bytes by variable that it saves on the device (``saved``), that leave it and wait there (``leaving``), and that its backward
+    gets back from the host (``back``); ``waiting``: of what left blocks before it and waits on the device, what no backward
+    behind its own reads; ``given``: that its backward reads of what left other blocks and did not wait on the device, and
+    ``given_first``: what of this no block behind it reads. ``repeated``: the µs of making again what leaves a block, each."""
 
     options: dict[int, list[tuple[Option, int]]] = field(default_factory=dict)
     crossing: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)

@@ -17,7 +17,7 @@ Work = tuple[Mapping[int, float], float]  # µs per unit of each variable, and c
 
 
 class Counted(NamedTuple):
-    """What rows of memory count: what blocks fetch ``ahead``; whether what a backward makes ``again`` is in it; whether
+    """Says what rows of memory count: what blocks fetch ``ahead``; whether what a backward makes ``again`` is in it; whether
     anything is that a block's own work needs while it runs (``inside``)."""
 
     ahead: int = 0
