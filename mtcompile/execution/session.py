@@ -116,11 +116,10 @@ class Session:
         try:
             return self._known_or_compiled(captured, known)
         except BudgetError:
-            before = len(self.frames.waiting())
+            if not (before := len(self.frames.waiting())):
+                raise
             gc.collect()  # frees a loss that only a reference cycle holds
             if len(self.frames.waiting()) == before:
-                if not before:
-                    raise
                 self._evict(captured, known, waits)
             return self._known_or_compiled(captured, known)
 

@@ -35,6 +35,7 @@ from mtcompile.torch_private.dynamo import (
     leave_out_of_graphs,
     leaving_out_absent_gradients,
     mixing_devices,
+    never_captured,
     noting_arguments_of_checkpoints,
     raised_by_captured,
     raised_in_capture,

@@ -15,6 +15,7 @@ from torch import fx
 from mtcompile.errors import CaptureError
 from mtcompile.torch_private.thread_setting import ThreadSetting
 
+never_captured = torch._disable_dynamo  # as torch.compiler.disable, which loads Dynamo where a function is defined
 set_grad_enabled = torch._C._set_grad_enabled  # what torch.no_grad() is in Dynamo's graphs
 _refused = ThreadSetting[str | None](None)  # why random numbers are refused while this thread captures
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mtcompile import torch_private
 from mtcompile.distributed.homes.shares import HostShares
 from mtcompile.distributed.ranks import Ranks
 from mtcompile.errors import StepError
@@ -48,7 +49,7 @@ class StepsInShares:
         self._parameters = parameters
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch_private.never_captured
     def before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Updates this rank's shares before the optimizer's own step. A closure computes gradients, so it is called here, and
         the optimizer's step gets its loss. Raises StepError on all ranks, before anything has changed, unless all do the
@@ -68,7 +69,7 @@ class StepsInShares:
         self.wholeness.updating(optimizer)  # the closure has ended the watch that its step began
         return ((args[0], lambda: loss, *args[2:]), kwargs) if positional else (args, {**kwargs, "closure": lambda: loss})
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch_private.never_captured
     def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Gives parameters the gradients back that the optimizer's own step was not to see."""
         self.wholeness.updated(optimizer)
