@@ -30,6 +30,20 @@ _SEARCHED_WHOLE = (
     "tests/forecast/test_golden.py",
     "tests/forecast/test_advice.py::test_what_is_advised_gains_as_much",
 )
+# These look at bounds, or at plans that begin at the solutions of linear programs. All others ask for none of them where no
+# forms are compared.
+_BOUNDED = (
+    "tests/execution/elastic/",
+    "tests/execution/memory/test_faster_fragments.py::test_a_larger_budget_is_not_slower",
+    "tests/forecast/test_advice.py",
+    "tests/forecast/test_disk.py",
+    "tests/forecast/test_forms.py::test_forms_are_compared_without_a_solver",
+    "tests/forecast/test_forms.py::test_more_memory_is_never_slower",
+    "tests/forecast/test_solve.py::test_an_update_as_gradients_arrive_hides_behind_the_backward",
+    "tests/forecast/test_solve.py::test_more_memory_is_never_slower",
+    "tests/forecast/test_solve.py::test_the_ledger_adds_up_and_names_every_byte",
+    "tests/viz/test_data.py",
+)
 # These look at forms of a step. All others go on without comparing any, if the first one fits.
 _COMPARED = ("tests/passes/", "tests/forecast/", "tests/execution/memory/test_faster_fragments.py")
 # These look at what is traced and measured.
@@ -43,7 +57,7 @@ def rare_collections() -> None:
     grow. Compiled models collect by themselves, before they refuse a forward, and took a fifth of all tests' time for it."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(200_000, 20, 20)
+    gc.set_threshold(1_000_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +78,10 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(frontier, "ROUNDS", 1)
         monkeypatch.setattr(lean, "_SOME_HOMES", 0)  # few ways to need little of the host
         monkeypatch.setattr(bounds, "_HALVINGS", 4)  # a form's least bytes are known less exactly
+    if not request.node.nodeid.startswith((*_SEARCHED_WHOLE, *_BOUNDED)):
+        monkeypatch.setattr(Candidates, "ladders", property(lambda candidates: candidates._by_density))
+        monkeypatch.setattr(Candidates, "resident_may_be_slow", False)
+        monkeypatch.setattr(Candidates, "certificate", lambda *_: None)
     if not request.node.nodeid.startswith(_COMPARED):
         monkeypatch.setattr(compare, "_NEAR", 1e9)
         monkeypatch.setattr(compare.Comparison, "is_near", property(lambda forms: forms.best is not None))  # asks for no bounds

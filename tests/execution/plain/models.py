@@ -40,7 +40,7 @@ class Deep(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, 2, bidirectional=True)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, bidirectional=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lstm(x)[0]  # type: ignore[no-any-return]
