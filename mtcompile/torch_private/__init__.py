@@ -135,6 +135,7 @@ __all__ = [
     "leaving_out_absent_gradients",
     "mixing_devices",
     "move_to_front",
+    "never_captured",
     "noting_arguments_of_checkpoints",
     "one_at_a_time",
     "plainly",

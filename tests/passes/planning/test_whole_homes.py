@@ -56,14 +56,14 @@ def test_a_bound_of_whole_homes_is_near_the_best_of_all_places_and_not_above_it(
         plans.append(candidates._paced(plan).plan)
     closer = faster = 0
     low, high = (pick(plan.peak_bytes["device"] for plan in plans) for pick in (min, max))
-    for budget in range(low, high, (high - low) // 12):
+    for budget in range(low, high, (high - low) // 6):
         best = min(plan.total_us for plan in plans if plan.peak_bytes["device"] <= budget)
         bounds = [candidates.certificate(budget, None, us) for us in (0.0, inf)]
         assert bounds[0] is not None and bounds[1] is not None
         assert bounds[0].bound_us <= bounds[1].bound_us <= best * (1 + 1e-9)
         closer += bounds[1].bound_us > 1.05 * bounds[0].bound_us
         faster += candidates.best(budget, None).plan.total_us <= best
-    assert closer >= 3 and faster >= 10
+    assert closer >= 2 and faster >= 5
 
 
 def test_seeds_of_blocks_that_save_nothing_make_values_again_and_keep_to_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
