@@ -41,7 +41,7 @@ def chain(layers: int, width: int, batch: int) -> Any:
     return trace(Chain(layers, width), {"x": torch.randn(batch, width)}).step
 
 
-@pytest.mark.parametrize("run_ahead", [True, False])
+@pytest.mark.parametrize("run_ahead", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_bound_of_whole_homes_is_near_the_best_of_all_places_and_not_above_it(run_ahead: bool) -> None:
     candidates = Candidates(PlanningProblem(chain(4, 64, 8), _MACHINE, Budgets(updates=Updates(run_ahead=run_ahead))))
     plans, homes = [], list(candidates.sizes)
