@@ -16,7 +16,7 @@ from mtcompile.passes.planning.climbs.kicks import WHY
 from mtcompile.passes.planning.ladders import Block, WaitKind, activation_decision, kept_positions, variant_decision, waiting
 
 _FAR, _NEAR, _HOPELESS = 1.07, 1.02, 1.35  # times the bound: from where on plans are polished, down to where; in vain
-_TRIED, _MOST, _FEWEST = 60_000, 1000, 200  # plans, times the regions of a step; at most; for fewer, a step is too large
+_TRIED, _MOST, _FEWEST = 60_000, 1000, 400  # plans, times the regions of a step; at most; for fewer, a step is too large
 _AHEAD = 8  # the most regions that fetches are ahead
 _KEPT = 0.7  # the share of values between blocks that are kept rather than made again
 _LONGEST = 4  # runs of up to 2 to this power blocks change together
