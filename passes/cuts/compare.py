@@ -313,7 +313,14 @@ class Comparison(Generic[S]):
             return True
         if not promises_more(form.candidates, limits, min(alike, key=lambda each: each[0])[1].candidates):
             return False
-        return not _HOPELESS * us < self._quick_us(form) < inf
+        return not self._is_hopeless(form, _HOPELESS * us)
+
+    def _is_hopeless(self, form: S, us: float) -> bool:
+        """Tells whether quick plans of a form that goes by bounds take more than some µs: where none is within the device's
+        bytes, those that need a little more."""
+        if (quick_us := self._quick_us(form)) < inf or self._alone or self.forms.limits.device is None:
+            return us < quick_us < inf
+        return self.forms.limits.disk is None and us < form.candidates.quick_us(self.forms.limits.device, above=True) < inf
 
     def _takes_rows_like(self, form: S) -> list[tuple[float, S]]:
         """Returns the forms with plans, and their µs, that take few rows of the same embeddings as a form does."""

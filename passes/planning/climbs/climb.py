@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.climbs.kicks import MOST_AHEAD, WHY, Move, differ, kicks
+from mtcompile.passes.planning.climbs.limits import limits_between
+from mtcompile.passes.planning.climbs.polish import Polish, is_worth_polishing, polish_of
 from mtcompile.passes.planning.climbs.room import Room, rooms
 from mtcompile.passes.planning.frontier import Point
 from mtcompile.passes.planning.ladders import (
@@ -33,14 +35,11 @@ from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant
 from mtcompile.passes.step_graph import regions
 
-_CLIMBS, _SHARES = 16, 25  # peaks up to which plans are improved, of how many
-_FINER = 4  # times as many shares for small steps, whose homes may be as large as one of these
 _STARTS, _MOVES = (1.0, 0.9, 0.8), (60, 40, 40)  # of a limit: where climbs to it start; plans that they evaluate at first
 _PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at most, and that times their regions
 _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
-_NEAR_FLOOR = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2)  # of the lowest peak: where little room makes plans much faster
 _LARGEST = 2  # sizes of homes that may wait
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
 
@@ -59,24 +58,14 @@ class Limits(NamedTuple):
 
 class Ways(NamedTuple):
     """The moves of climbs, what makes room by tier for those that need it, and how many times as many plans as usual they try.
-    ``kicks``: moves to make whatever they cost, where a climb ends; None where equal blocks share moves."""
+    ``kicks``: moves to make whatever they cost, where a climb ends; None where equal blocks share moves. ``polish``: what comes
+    last, far above the bound; None where a step is too large for it."""
 
     kinds: Sequence[Move]
     rooms: Mapping[str, Sequence[Room]]
     patience: int = 1
     kicks: Move | None = None
-
-
-def limits_between(low: int, highest: Iterable[int], device_nbytes: int, parts: int = _SHARES) -> list[int]:
-    """Returns the peaks up to which climbs go, by each of the ``highest``: shares of the device's memory, which has so many
-    ``parts``, or, where few of these lie between the lowest peak and the highest, peaks spread over these; and some near the
-    lowest peak."""
-    shares, limits = [round(device_nbytes * i / parts) for i in range(1, parts)], set[int]()
-    for high in highest:
-        if len(within := {limit for limit in shares if low <= limit <= high}) < _CLIMBS // 2:
-            within = {round(low * (high / max(1, low)) ** (i / _CLIMBS)) for i in range(1, _CLIMBS + 1)}
-        limits |= within | {limit for share in _NEAR_FLOOR if (limit := int(low * share)) <= high}
-    return sorted(limits)
+    polish: Polish | None = None
 
 
 def climbs_of(
@@ -93,9 +82,9 @@ def climbs_of(
     host, held = problem.budgets.host_activations, held_nbytes(problem.step, problem.budgets)
     highest = frontier[-1].peak, *([resident] if differ(blocks) else [])
     patience = max(1, min(_PATIENCE, _PATIENT_REGIONS // len(regions(problem.step))))
-    parts = _SHARES * _FINER if patience == _PATIENCE else _SHARES
-    limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes, parts)
-    ways = Ways(moves(blocks, sizes, host), rooms(blocks, sizes, held, host), patience, kicks(blocks, sizes))
+    limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes, patience == _PATIENCE)
+    shared = moves(blocks, sizes, host), rooms(blocks, sizes, held, host), patience, kicks(blocks, sizes)
+    ways = Ways(*shared, polish_of(blocks, sizes, host, len(regions(problem.step))))
     return Climbs(frontier, limits, ways, evaluate, *by_program)
 
 
@@ -116,6 +105,7 @@ class Climbs:
     ) -> None:
         self.frontier, self.limits, self.ways, self.evaluate, self.bound = frontier, limits, ways, evaluate, bound
         self.seeds = seeds
+        self._unpolished: dict[int, Plan] = {}
         self.plans: dict[Limits, Plan] = {}  # with those within limits on the host (see ``hosts``)
 
     def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]], host: int | None = None) -> Plan:
@@ -135,6 +125,21 @@ class Climbs:
 
     def _plan(self, limit: int) -> Plan:
         if (limits := Limits(limit)) not in self.plans:
+            plan, bound_us = self._climbed(limit), self.bound(*limits)
+            if self.ways.polish is not None and is_worth_polishing(plan, bound_us):
+                place = self.limits.index(limit)
+                starts = (
+                    plan,
+                    *map(self._climbed, self.limits[max(0, place - 1) : place]),
+                )  # the next limit below may lead farther
+                climb = Climb(limits, self.ways.rooms, self.evaluate, min(starts, key=lambda each: each.total_us))
+                self.ways.polish(climb, bound_us)
+                plan = climb.best
+            self.plans[limits] = plan
+        return self.plans[limits]
+
+    def _climbed(self, limit: int) -> Plan:
+        if (limits := Limits(limit)).device not in self._unpolished:
             below = (max(self.limits[0], int(limit * share)) for share in _STARTS)
             climbs = [Climb(limits, self.ways.rooms, self.evaluate, self.reached(low)) for low in below]
             for climb, most in zip(climbs, _MOVES, strict=True):
@@ -145,8 +150,8 @@ class Climbs:
             best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
             if (best := self._kicked(best)).best.total_us > _FAR * self.bound(*limits) and self.ways.kicks is not None:
                 best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * _MANY_FAR)
-            self.plans[limits] = best.best
-        return self.plans[limits]
+            self._unpolished[limit] = best.best
+        return self._unpolished[limit]
 
     def _seeded(self, best: Climb) -> Climb:
         """Climbs from the fastest of the seeds that are within the limits, too."""

@@ -23,19 +23,24 @@ FASTEST_US = 50.0  # of any form, with everything on the device
 
 @dataclass
 class Made:
-    """A form whose plans take at least ``bound_us`` within the limits, that of a search ``time_us`` and a few ``quick_us``."""
+    """A form whose plans take at least ``bound_us`` within the limits, that of a search ``time_us`` and a few ``quick_us``;
+    ``above_us``: of these, whether they fit or not."""
 
     form: Form
     bound_us: float
     time_us: float
     quick_us: float
     rows: tuple[str, ...] = ()  # the embeddings of which it takes few rows
+    above_us: float = 120.0
     candidates: Any = field(init=False)
 
     def __post_init__(self) -> None:
         resident = SimpleNamespace(plan=SimpleNamespace(total_us=FASTEST_US, peak_bytes={"device": 2, "host": 0}))
         problem = SimpleNamespace(fixed_homes={}, step=SimpleNamespace(meta={"rows": dict.fromkeys(self.rows)}))
-        figures: dict[str, Any] = {"bound_us": lambda *limits: self.bound_us, "quick_us": lambda device: self.quick_us}
+        figures: dict[str, Any] = {
+            "bound_us": lambda *limits: self.bound_us,
+            "quick_us": lambda device, above=False: self.above_us if above else self.quick_us,
+        }
         self.candidates = SimpleNamespace(**figures, resident=resident, problem=problem, resident_may_be_slow=False)
 
 
@@ -105,6 +110,11 @@ def test_the_form_with_the_fastest_quick_plan_is_searched_first(monkeypatch: pyt
 
 def test_a_form_is_searched_if_no_quick_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert searched(monkeypatch, chunks(1, 100), chunks(4, 90, quick_us=inf)) == [1, 4]
+
+
+def test_a_form_is_not_searched_if_quick_plans_are_far_slower_even_with_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = [Made(Form(chunks=count), 90, 120, inf, above_us=us) for count, us in ((4, 145.0), (16, 143.0), (64, inf))]
+    assert searched(monkeypatch, chunks(1, 100), *forms) == [1, 16, 64]  # of the last, they say nothing
 
 
 def test_forms_of_a_small_step_are_compared_whatever_they_promise(monkeypatch: pytest.MonkeyPatch) -> None:
