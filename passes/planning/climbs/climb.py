@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.climbs.kicks import MOST_AHEAD, WHY, Move, differ, kicks
+from mtcompile.passes.planning.climbs.limits import Limits, limits_between, limits_in_between
 from mtcompile.passes.planning.climbs.room import Room, rooms
 from mtcompile.passes.planning.frontier import Point
 from mtcompile.passes.planning.ladders import (
@@ -33,50 +34,26 @@ from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant
 from mtcompile.passes.step_graph import regions
 
-_CLIMBS, _SHARES = 16, 25  # peaks up to which plans are improved, of how many
-_FINER = 4  # times as many shares for small steps, whose homes may be as large as one of these
 _STARTS, _MOVES = (1.0, 0.9, 0.8), (60, 40, 40)  # of a limit: where climbs to it start; plans that they evaluate at first
+_MOVES_BETWEEN = 20  # plans evaluated from one limit to the next, where these are near to each other
 _PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at most, and that times their regions
-_NEAR_BOUND = 1.02  # times the bound: kicks gain little below
+_NEAR_BOUND = 1.02  # times the bound: seeds and kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
-_NEAR_FLOOR = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2)  # of the lowest peak: where little room makes plans much faster
 _LARGEST = 2  # sizes of homes that may wait
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
 
 
-class Limits(NamedTuple):
-    """The most bytes on the device and on the host; None: no limit there."""
-
-    device: int
-    host: int | None = None
-
-    def missing(self, plan: Plan) -> dict[str, int]:
-        """Returns by how many bytes a plan is above the limits, by tier: the device first."""
-        above = {tier: plan.peak_bytes[tier] - most for tier, most in self._asdict().items() if most is not None}
-        return {tier: nbytes for tier, nbytes in above.items() if nbytes > 0}
-
-
 class Ways(NamedTuple):
     """The moves of climbs, what makes room by tier for those that need it, and how many times as many plans as usual they try.
-    ``kicks``: moves to make whatever they cost, where a climb ends; None where equal blocks share moves."""
+    ``kicks``: moves to make whatever they cost, where a climb ends. ``differ``: whether most blocks differ, so that few moves
+    are shared."""
 
     kinds: Sequence[Move]
     rooms: Mapping[str, Sequence[Room]]
     patience: int = 1
     kicks: Move | None = None
-
-
-def limits_between(low: int, highest: Iterable[int], device_nbytes: int, parts: int = _SHARES) -> list[int]:
-    """Returns the peaks up to which climbs go, by each of the ``highest``: shares of the device's memory, which has so many
-    ``parts``, or, where few of these lie between the lowest peak and the highest, peaks spread over these; and some near the
-    lowest peak."""
-    shares, limits = [round(device_nbytes * i / parts) for i in range(1, parts)], set[int]()
-    for high in highest:
-        if len(within := {limit for limit in shares if low <= limit <= high}) < _CLIMBS // 2:
-            within = {round(low * (high / max(1, low)) ** (i / _CLIMBS)) for i in range(1, _CLIMBS + 1)}
-        limits |= within | {limit for share in _NEAR_FLOOR if (limit := int(low * share)) <= high}
-    return sorted(limits)
+    differ: bool = False
 
 
 def climbs_of(
@@ -93,36 +70,39 @@ def climbs_of(
     host, held = problem.budgets.host_activations, held_nbytes(problem.step, problem.budgets)
     highest = frontier[-1].peak, *([resident] if differ(blocks) else [])
     patience = max(1, min(_PATIENCE, _PATIENT_REGIONS // len(regions(problem.step))))
-    parts = _SHARES * _FINER if patience == _PATIENCE else _SHARES
-    limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes, parts)
-    ways = Ways(moves(blocks, sizes, host), rooms(blocks, sizes, held, host), patience, kicks(blocks, sizes))
-    return Climbs(frontier, limits, ways, evaluate, *by_program)
+    small = patience == _PATIENCE  # climbs of such a step evaluate many plans up to each limit, and need no others in between
+    limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes, small)
+    following = {} if small else limits_in_between(limits, max(highest))
+    ways = Ways(moves(blocks, sizes, host), rooms(blocks, sizes, held, host), patience, kicks(blocks, sizes), differ(blocks))
+    return Climbs(frontier, limits, following, ways, evaluate, *by_program)
 
 
 class Climbs:
-    """The best plans with a peak up to each of ``limits``: the frontier's, improved by moves. Each is a climb of its own, made
-    when some budget may take it, and the same whatever was asked before. ``evaluate``: gives a plan its figures. ``bound``: the
-    fewest µs of any plan up to limits on the device and the host; not less for lower ones. ``seeds``: gives more plans to start
-    from where those of the frontier end far above it."""
+    """The best plans with a peak up to each of ``limits``: the frontier's, improved by moves; and up to each limit that is
+    ``following`` another: the plan of that one, improved. Each is a climb of its own, made when some budget may take it, and
+    the same whatever was asked before. ``evaluate``: gives a plan its figures. ``bound``: the fewest µs of any plan up to
+    limits on the device and the host; not less for lower ones. ``seeds``: gives more plans to start from where others end far
+    above it."""
 
     def __init__(
         self,
         frontier: Sequence[Point],
         limits: Sequence[int],
+        following: Mapping[int, int],
         ways: Ways,
         evaluate: Callable[[Plan], Plan],
         bound: Callable[[int, int | None], float],
         seeds: Within,
     ) -> None:
         self.frontier, self.limits, self.ways, self.evaluate, self.bound = frontier, limits, ways, evaluate, bound
-        self.seeds = seeds
+        self.seeds, self._following, self._rising = seeds, following, sorted((*limits, *following))
         self.plans: dict[Limits, Plan] = {}  # with those within limits on the host (see ``hosts``)
 
     def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]], host: int | None = None) -> Plan:
         """Returns the fastest plan of all limits within ``device`` bytes; ``taken`` if none is faster. ``fitting``: gives what
         may be taken of a plan, within ``host`` bytes. Not climbed to are limits below which no plan can be faster, and
         those to which climbs begin above the ``host`` bytes."""
-        for limit in (one for one in reversed(self.limits) if device is None or one <= device):
+        for limit in (one for one in reversed(self._rising) if device is None or one <= device):
             if self.bound(limit, host) >= taken.total_us:
                 break
             if host is None or any(fitting(self.reached(limit))):
@@ -135,24 +115,36 @@ class Climbs:
 
     def _plan(self, limit: int) -> Plan:
         if (limits := Limits(limit)) not in self.plans:
-            below = (max(self.limits[0], int(limit * share)) for share in _STARTS)
-            climbs = [Climb(limits, self.ways.rooms, self.evaluate, self.reached(low)) for low in below]
-            for climb, most in zip(climbs, _MOVES, strict=True):
-                climb.go_on(self.ways.kinds, most * self.ways.patience)
-            best = min(climbs, key=lambda climb: climb.best.total_us)
-            best = self._seeded(best) if best.best.total_us > _FAR * self.bound(*limits) else best
-            many = 1 if self.ways.kicks is None else _MANY
-            best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
-            if (best := self._kicked(best)).best.total_us > _FAR * self.bound(*limits) and self.ways.kicks is not None:
-                best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * _MANY_FAR)
-            self.plans[limits] = best.best
+            below = self._following.get(limit)
+            self.plans[limits] = (self._climbed(limits) if below is None else self._from_next_lower(limits, below)).best
         return self.plans[limits]
 
+    def _from_next_lower(self, limits: Limits, below: int) -> Climb:
+        """Climbs from the plan of a limit a little ``below``, which is never faster."""
+        climb = Climb(limits, self.ways.rooms, self.evaluate, self._plan(below))
+        climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
+        return self._seeded(climb)
+
+    def _climbed(self, limits: Limits) -> Climb:
+        below = (max(self.limits[0], int(limits.device * share)) for share in _STARTS)
+        climbs = [Climb(limits, self.ways.rooms, self.evaluate, self.reached(low)) for low in below]
+        for climb, most in zip(climbs, _MOVES, strict=True):
+            climb.go_on(self.ways.kinds, most * self.ways.patience)
+        best = self._seeded(min(climbs, key=lambda climb: climb.best.total_us))
+        many = _MANY if self.ways.differ else 1
+        best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
+        if (best := self._kicked(best)).best.total_us > _FAR * self.bound(*limits) and self.ways.differ:
+            best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * _MANY_FAR)
+        return best
+
     def _seeded(self, best: Climb) -> Climb:
-        """Climbs from the fastest of the seeds that are within the limits, too."""
+        """Climbs from seeds, too, where a climb ends far above its bound: from the fastest for each number of blocks ahead."""
+        if best.best.total_us <= _NEAR_BOUND * self.bound(*best.limits):
+            return best
         plans = self.seeds.plans(best.limits._asdict(), self.evaluate)
-        if within := [plan for plan in plans if not best.limits.missing(plan)]:
-            anew = replace(best, best=min(within, key=lambda plan: plan.total_us))
+        within = sorted((plan for plan in plans if not best.limits.missing(plan)), key=lambda plan: -plan.total_us)
+        for plan in {plan.lookahead: plan for plan in within}.values():
+            anew = replace(best, best=plan)
             anew.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience)
             best = min((best, anew), key=lambda climb: climb.best.total_us)
         return best
