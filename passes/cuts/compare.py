@@ -11,7 +11,6 @@ no other fits is compared where others fit, too.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
@@ -35,7 +34,7 @@ from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
 _NEAR, _NEAR_LARGE = 1.02, 1.1  # of what any form could give: then others are not made of a small step, or of a large one
 _HOPELESS = 1.2  # times the best plan: what quick plans of other forms take that are not searched; a search gains 1 to 7 %
 _ENOUGH = 1.05  # of what another form could give: in each compilation, fragments that gain less are not searched
-_CLOSE = 1.05  # times what plans with all rows, or with few, are expected to take: the other is searched too
+_CLOSE = 1.05  # times the quick plans with all rows, or with few: the other is searched too
 
 
 class FormOfStep(Protocol):
@@ -208,7 +207,7 @@ class Comparison(Generic[S]):
     def _compare(self, kinds: Sequence[tuple[S, Iterable[Iterable[S]]]]) -> None:
         coarsest = [form for form, _ in kinds]
         if len(coarsest) > 1 and all(map(self._can_wait, coarsest)):
-            coarsest.sort(key=self._expected_us)
+            coarsest.sort(key=self._any_quick_us)
         for form in coarsest:  # how good its plan is says which others to make
             self._coarsest.append(form)
             self._consider(form, may_wait=False)
@@ -309,12 +308,19 @@ class Comparison(Generic[S]):
         if not could_be_faster(form.candidates, limits, us / enough):
             return False
         if not alike:
-            return limits.host is not None or not _CLOSE * self._expected_us(best) < self._expected_us(form) < inf
+            return limits.host is not None or not _CLOSE * self._any_quick_us(best) < self._any_quick_us(form) < inf
         if not self._goes_by_bounds(form):
             return True
         if not promises_more(form.candidates, limits, min(alike, key=lambda each: each[0])[1].candidates):
             return False
-        return not _HOPELESS * us < self._quick_us(form) < inf
+        return not self._is_hopeless(form, _HOPELESS * us)
+
+    def _is_hopeless(self, form: S, us: float) -> bool:
+        """Tells whether quick plans of a form that goes by bounds take more than some µs: where none is within the device's
+        bytes, those that need a little more."""
+        if (quick_us := self._quick_us(form)) < inf or self._alone or self.forms.limits.device is None:
+            return us < quick_us < inf
+        return self.forms.limits.disk is None and us < form.candidates.quick_us(self.forms.limits.device, above=True) < inf
 
     def _takes_rows_like(self, form: S) -> list[tuple[float, S]]:
         """Returns the forms with plans, and their µs, that take few rows of the same embeddings as a form does."""
@@ -325,11 +331,6 @@ class Comparison(Generic[S]):
     def _quick_us(self, form: S) -> float:
         """Returns the µs of a quick plan of a form that goes by bounds; infinite where that says nothing."""
         return inf if self._alone or not self._goes_by_bounds(form) else self._any_quick_us(form)
-
-    def _expected_us(self, form: S) -> float:
-        """Returns about the µs that a search finds of a form that takes all rows of embeddings or few, to compare both: between
-        its bound and a quick plan, as either alone is often misleading."""
-        return math.sqrt(form.candidates.bound_us(*self._device_and_host) * self._any_quick_us(form))
 
     def _any_quick_us(self, form: S) -> float:
         """Returns the µs of a quick plan of a form; infinite where that says nothing."""

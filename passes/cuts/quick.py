@@ -45,13 +45,15 @@ class QuickCandidates(Candidates):
         within = [plan for plan in self.lean(budgets.device) if fits(plan, budgets)]
         return self.evaluate(min(within, key=lambda plan: plan.peak_bytes["host"])) if within else None
 
-    def quick_us(self, device: int) -> float:
+    def quick_us(self, device: int, above: bool = False) -> float:
         """Returns the µs of the fastest plan within ``device`` bytes of those that linear programs give, whatever it needs of
-        the host; infinite if none is. A search may find one that is a few percent faster, hardly more."""
-        candidates = self._by_linear_programs(device, _TIGHT)
-        return min((one.plan.total_us for one in candidates if one.plan.peak_bytes["device"] <= device), default=inf)
+        the host; infinite if none is. A search may find one that is a few percent faster, hardly more. ``above``: of all that
+        they give, as what needs more memory is hardly slower."""
+        plans = [one.plan for one in self._by_linear_programs(device, _TIGHT, whole=not above)]
+        return min((plan.total_us for plan in plans if above or plan.peak_bytes["device"] <= device), default=inf)
 
-    def _by_linear_programs(self, device: int, shares: Sequence[float] = _SHARES) -> list[Candidate]:
+    def _by_linear_programs(self, device: int, shares: Sequence[float] = _SHARES, whole: bool = True) -> list[Candidate]:
+        """Plans for shares of ``device`` bytes. ``whole``: with the leanest one where a program has no solution."""
         if fits(self.resident.plan, replace(self.problem.budgets, host=None)):
             return [self.resident]
         least, first = self._by_density[0][0], next(iter(self.open_params), None)
@@ -64,7 +66,7 @@ class QuickCandidates(Candidates):
                 try:
                     optimum = self._relaxed(limits, decided, ahead, optimum)
                 except Infeasible:  # and so is every lower share
-                    plans.append(base)
+                    plans += [base] * whole
                     break
                 plans.append(seed(self._relaxed, limits, base, rounding, Rule(decided), optimum))
         return [self._paced(plan) for plan in plans]

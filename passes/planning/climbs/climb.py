@@ -16,6 +16,7 @@ from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.climbs.kicks import MOST_AHEAD, WHY, Move, differ, kicks
 from mtcompile.passes.planning.climbs.limits import Limits, limits_between, limits_in_between
+from mtcompile.passes.planning.climbs.polish import Polish, is_worth_polishing, polish_of
 from mtcompile.passes.planning.climbs.room import Room, rooms
 from mtcompile.passes.planning.frontier import Point
 from mtcompile.passes.planning.ladders import (
@@ -47,13 +48,14 @@ _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for:
 class Ways(NamedTuple):
     """The moves of climbs, what makes room by tier for those that need it, and how many times as many plans as usual they try.
     ``kicks``: moves to make whatever they cost, where a climb ends. ``differ``: whether most blocks differ, so that few moves
-    are shared."""
+    are shared. ``polish``: what comes last, far above the bound; None where a step is too large for it."""
 
     kinds: Sequence[Move]
     rooms: Mapping[str, Sequence[Room]]
     patience: int = 1
     kicks: Move | None = None
     differ: bool = False
+    polish: Polish | None = None
 
 
 def climbs_of(
@@ -73,7 +75,8 @@ def climbs_of(
     small = patience == _PATIENCE  # climbs of such a step evaluate many plans up to each limit, and need no others in between
     limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes, small)
     following = {} if small else limits_in_between(limits, max(highest))
-    ways = Ways(moves(blocks, sizes, host), rooms(blocks, sizes, held, host), patience, kicks(blocks, sizes), differ(blocks))
+    shared = moves(blocks, sizes, host), rooms(blocks, sizes, held, host), patience, kicks(blocks, sizes), differ(blocks)
+    ways = Ways(*shared, polish_of(blocks, sizes, host, len(regions(problem.step))))
     return Climbs(frontier, limits, following, ways, evaluate, *by_program)
 
 
@@ -96,6 +99,7 @@ class Climbs:
     ) -> None:
         self.frontier, self.limits, self.ways, self.evaluate, self.bound = frontier, limits, ways, evaluate, bound
         self.seeds, self._following, self._rising = seeds, following, sorted((*limits, *following))
+        self._unpolished: dict[int, Plan] = {}
         self.plans: dict[Limits, Plan] = {}  # with those within limits on the host (see ``hosts``)
 
     def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]], host: int | None = None) -> Plan:
@@ -116,26 +120,39 @@ class Climbs:
     def _plan(self, limit: int) -> Plan:
         if (limits := Limits(limit)) not in self.plans:
             below = self._following.get(limit)
-            self.plans[limits] = (self._climbed(limits) if below is None else self._from_next_lower(limits, below)).best
+            self.plans[limits] = self._polished(limits) if below is None else self._from_next_lower(limits, below)
         return self.plans[limits]
 
-    def _from_next_lower(self, limits: Limits, below: int) -> Climb:
+    def _polished(self, limits: Limits) -> Plan:
+        plan, bound_us = self._climbed(limits.device), self.bound(*limits)
+        if self.ways.polish is None or not is_worth_polishing(plan, bound_us):
+            return plan
+        place = self.limits.index(limits.device)
+        starts = plan, *map(self._climbed, self.limits[max(0, place - 1) : place])  # the next limit below may lead farther
+        climb = Climb(limits, self.ways.rooms, self.evaluate, min(starts, key=lambda each: each.total_us))
+        self.ways.polish(climb, bound_us)
+        return climb.best
+
+    def _from_next_lower(self, limits: Limits, below: int) -> Plan:
         """Climbs from the plan of a limit a little ``below``, which is never faster."""
         climb = Climb(limits, self.ways.rooms, self.evaluate, self._plan(below))
         climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
-        return self._seeded(climb)
+        return self._seeded(climb).best
 
-    def _climbed(self, limits: Limits) -> Climb:
-        below = (max(self.limits[0], int(limits.device * share)) for share in _STARTS)
-        climbs = [Climb(limits, self.ways.rooms, self.evaluate, self.reached(low)) for low in below]
-        for climb, most in zip(climbs, _MOVES, strict=True):
-            climb.go_on(self.ways.kinds, most * self.ways.patience)
-        best = self._seeded(min(climbs, key=lambda climb: climb.best.total_us))
-        many = _MANY if self.ways.differ else 1
-        best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
-        if (best := self._kicked(best)).best.total_us > _FAR * self.bound(*limits) and self.ways.differ:
-            best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * _MANY_FAR)
-        return best
+    def _climbed(self, limit: int) -> Plan:
+        if limit not in self._unpolished:
+            limits = Limits(limit)
+            below = (max(self.limits[0], int(limit * share)) for share in _STARTS)
+            climbs = [Climb(limits, self.ways.rooms, self.evaluate, self.reached(low)) for low in below]
+            for climb, most in zip(climbs, _MOVES, strict=True):
+                climb.go_on(self.ways.kinds, most * self.ways.patience)
+            best = self._seeded(min(climbs, key=lambda climb: climb.best.total_us))
+            many = _MANY if self.ways.differ else 1
+            best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
+            if (best := self._kicked(best)).best.total_us > _FAR * self.bound(*limits) and self.ways.differ:
+                best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * _MANY_FAR)
+            self._unpolished[limit] = best.best
+        return self._unpolished[limit]
 
     def _seeded(self, best: Climb) -> Climb:
         """Climbs from seeds, too, where a climb ends far above its bound: from the fastest for each number of blocks ahead."""

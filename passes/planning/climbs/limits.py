@@ -11,10 +11,7 @@ from mtcompile.passes.plan import Plan
 _CLIMBS, _SHARES = 16, 25  # peaks up to which plans are improved, of how many
 _FINER = 4  # times as many shares for small steps, whose homes may be as large as one of these
 _NEAR_FLOOR = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2)  # of the lowest peak: where little room makes plans much faster
-_APART, _PARTS = (
-    0.01,
-    4,
-)  # of a limit: how far apart limits are, at least; and into how many parts others divide what is between
+_APART, _PARTS = 0.01, 4  # between two limits: how far apart others are at least, as a share, and how many parts they make
 
 
 class Limits(NamedTuple):
