@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Certificate, Plan, Updates
-from mtcompile.passes.planning.climbs.climb import Climbs, Limits, climbs_of
+from mtcompile.passes.planning.climbs.climb import Climbs, climbs_of
 from mtcompile.passes.planning.climbs.hosts import HostClimbs, Pace, host_climbs
+from mtcompile.passes.planning.climbs.limits import Limits
 from mtcompile.passes.planning.evaluate import completed, evaluate, exact, identity, shortfall
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.lean import lean_plans, lean_starts, leanest_within, slower_than_some
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 # Limits count evaluations, not seconds, so that the same input gives the same plan. One takes time in proportion to regions.
 _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
 _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
-_REFINED = 100  # plans evaluated between two of a ladder
+_REFINED, _REFINED_LARGE = 100, 30  # plans evaluated between two of a ladder; of a large step, climbs find most
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 _FEW_SEARCHED = 30  # fewer are no search of a step, which then has fewer seeds
 
@@ -343,9 +344,7 @@ class Candidates:
         for ladder in self._by_density:  # before ``_floor`` asks for figures alone: pacing also needs the schedules
             self._paced(ladder[0])
         per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(regions(self.problem.step))), MOST_POINTS)
-        points = [Point(resident, (resident,), 0)]
-        sampled = []
-        remaining = self._most_varied
+        points, sampled, remaining = [Point(resident, (resident,), 0)], [], self._most_varied
         for ladder in self.ladders:
             last, count = len(ladder) - 1, min(len(ladder), per_ladder)
             positions = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
@@ -353,7 +352,8 @@ class Candidates:
         for done, (ladder, position) in enumerate(sampled):
             self.progress("planning", done, len(sampled) + remaining)
             points.append(Point(self._paced(ladder[position]).plan, ladder, position))
-        refine(points, min(MOST_SEARCHED, _REFINED), lambda plan: self._paced(plan).plan, self.progress)
+        refined = min(MOST_SEARCHED, _REFINED if remaining >= _FEW_SEARCHED else _REFINED_LARGE)
+        refine(points, refined, lambda plan: self._paced(plan).plan, self.progress)
         self._explore(points, remaining)
         self._points = points
 

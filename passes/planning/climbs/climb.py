@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.climbs.kicks import MOST_AHEAD, WHY, Move, differ, kicks
-from mtcompile.passes.planning.climbs.limits import limits_between
+from mtcompile.passes.planning.climbs.limits import Limits, limits_between, limits_in_between
 from mtcompile.passes.planning.climbs.polish import Polish, is_worth_polishing, polish_of
 from mtcompile.passes.planning.climbs.room import Room, rooms
 from mtcompile.passes.planning.frontier import Point
@@ -36,35 +36,25 @@ from mtcompile.passes.planning.variants import Variant
 from mtcompile.passes.step_graph import regions
 
 _STARTS, _MOVES = (1.0, 0.9, 0.8), (60, 40, 40)  # of a limit: where climbs to it start; plans that they evaluate at first
+_MOVES_BETWEEN = 20  # plans evaluated from one limit to the next, where these are near to each other
 _PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at most, and that times their regions
-_NEAR_BOUND = 1.02  # times the bound: kicks gain little below
+_NEAR_BOUND = 1.02  # times the bound: seeds and kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
 _LARGEST = 2  # sizes of homes that may wait
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
 
 
-class Limits(NamedTuple):
-    """The most bytes on the device and on the host; None: no limit there."""
-
-    device: int
-    host: int | None = None
-
-    def missing(self, plan: Plan) -> dict[str, int]:
-        """Returns by how many bytes a plan is above the limits, by tier: the device first."""
-        above = {tier: plan.peak_bytes[tier] - most for tier, most in self._asdict().items() if most is not None}
-        return {tier: nbytes for tier, nbytes in above.items() if nbytes > 0}
-
-
 class Ways(NamedTuple):
     """The moves of climbs, what makes room by tier for those that need it, and how many times as many plans as usual they try.
-    ``kicks``: moves to make whatever they cost, where a climb ends; None where equal blocks share moves. ``polish``: what comes
-    last, far above the bound; None where a step is too large for it."""
+    ``kicks``: moves to make whatever they cost, where a climb ends. ``differ``: whether most blocks differ, so that few moves
+    are shared. ``polish``: what comes last, far above the bound; None where a step is too large for it."""
 
     kinds: Sequence[Move]
     rooms: Mapping[str, Sequence[Room]]
     patience: int = 1
     kicks: Move | None = None
+    differ: bool = False
     polish: Polish | None = None
 
 
@@ -82,29 +72,33 @@ def climbs_of(
     host, held = problem.budgets.host_activations, held_nbytes(problem.step, problem.budgets)
     highest = frontier[-1].peak, *([resident] if differ(blocks) else [])
     patience = max(1, min(_PATIENCE, _PATIENT_REGIONS // len(regions(problem.step))))
-    limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes, patience == _PATIENCE)
-    shared = moves(blocks, sizes, host), rooms(blocks, sizes, held, host), patience, kicks(blocks, sizes)
+    small = patience == _PATIENCE  # climbs of such a step evaluate many plans up to each limit, and need no others in between
+    limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes, small)
+    following = {} if small else limits_in_between(limits, max(highest))
+    shared = moves(blocks, sizes, host), rooms(blocks, sizes, held, host), patience, kicks(blocks, sizes), differ(blocks)
     ways = Ways(*shared, polish_of(blocks, sizes, host, len(regions(problem.step))))
-    return Climbs(frontier, limits, ways, evaluate, *by_program)
+    return Climbs(frontier, limits, following, ways, evaluate, *by_program)
 
 
 class Climbs:
-    """The best plans with a peak up to each of ``limits``: the frontier's, improved by moves. Each is a climb of its own, made
-    when some budget may take it, and the same whatever was asked before. ``evaluate``: gives a plan its figures. ``bound``: the
-    fewest µs of any plan up to limits on the device and the host; not less for lower ones. ``seeds``: gives more plans to start
-    from where those of the frontier end far above it."""
+    """The best plans with a peak up to each of ``limits``: the frontier's, improved by moves; and up to each limit that is
+    ``following`` another: the plan of that one, improved. Each is a climb of its own, made when some budget may take it, and
+    the same whatever was asked before. ``evaluate``: gives a plan its figures. ``bound``: the fewest µs of any plan up to
+    limits on the device and the host; not less for lower ones. ``seeds``: gives more plans to start from where others end far
+    above it."""
 
     def __init__(
         self,
         frontier: Sequence[Point],
         limits: Sequence[int],
+        following: Mapping[int, int],
         ways: Ways,
         evaluate: Callable[[Plan], Plan],
         bound: Callable[[int, int | None], float],
         seeds: Within,
     ) -> None:
         self.frontier, self.limits, self.ways, self.evaluate, self.bound = frontier, limits, ways, evaluate, bound
-        self.seeds = seeds
+        self.seeds, self._following, self._rising = seeds, following, sorted((*limits, *following))
         self._unpolished: dict[int, Plan] = {}
         self.plans: dict[Limits, Plan] = {}  # with those within limits on the host (see ``hosts``)
 
@@ -112,7 +106,7 @@ class Climbs:
         """Returns the fastest plan of all limits within ``device`` bytes; ``taken`` if none is faster. ``fitting``: gives what
         may be taken of a plan, within ``host`` bytes. Not climbed to are limits below which no plan can be faster, and
         those to which climbs begin above the ``host`` bytes."""
-        for limit in (one for one in reversed(self.limits) if device is None or one <= device):
+        for limit in (one for one in reversed(self._rising) if device is None or one <= device):
             if self.bound(limit, host) >= taken.total_us:
                 break
             if host is None or any(fitting(self.reached(limit))):
@@ -125,39 +119,49 @@ class Climbs:
 
     def _plan(self, limit: int) -> Plan:
         if (limits := Limits(limit)) not in self.plans:
-            plan, bound_us = self._climbed(limit), self.bound(*limits)
-            if self.ways.polish is not None and is_worth_polishing(plan, bound_us):
-                place = self.limits.index(limit)
-                starts = (
-                    plan,
-                    *map(self._climbed, self.limits[max(0, place - 1) : place]),
-                )  # the next limit below may lead farther
-                climb = Climb(limits, self.ways.rooms, self.evaluate, min(starts, key=lambda each: each.total_us))
-                self.ways.polish(climb, bound_us)
-                plan = climb.best
-            self.plans[limits] = plan
+            below = self._following.get(limit)
+            self.plans[limits] = self._polished(limits) if below is None else self._from_next_lower(limits, below)
         return self.plans[limits]
 
+    def _polished(self, limits: Limits) -> Plan:
+        plan, bound_us = self._climbed(limits.device), self.bound(*limits)
+        if self.ways.polish is None or not is_worth_polishing(plan, bound_us):
+            return plan
+        place = self.limits.index(limits.device)
+        starts = plan, *map(self._climbed, self.limits[max(0, place - 1) : place])  # the next limit below may lead farther
+        climb = Climb(limits, self.ways.rooms, self.evaluate, min(starts, key=lambda each: each.total_us))
+        self.ways.polish(climb, bound_us)
+        return climb.best
+
+    def _from_next_lower(self, limits: Limits, below: int) -> Plan:
+        """Climbs from the plan of a limit a little ``below``, which is never faster."""
+        climb = Climb(limits, self.ways.rooms, self.evaluate, self._plan(below))
+        climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
+        return self._seeded(climb).best
+
     def _climbed(self, limit: int) -> Plan:
-        if (limits := Limits(limit)).device not in self._unpolished:
+        if limit not in self._unpolished:
+            limits = Limits(limit)
             below = (max(self.limits[0], int(limit * share)) for share in _STARTS)
             climbs = [Climb(limits, self.ways.rooms, self.evaluate, self.reached(low)) for low in below]
             for climb, most in zip(climbs, _MOVES, strict=True):
                 climb.go_on(self.ways.kinds, most * self.ways.patience)
-            best = min(climbs, key=lambda climb: climb.best.total_us)
-            best = self._seeded(best) if best.best.total_us > _FAR * self.bound(*limits) else best
-            many = 1 if self.ways.kicks is None else _MANY
+            best = self._seeded(min(climbs, key=lambda climb: climb.best.total_us))
+            many = _MANY if self.ways.differ else 1
             best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
-            if (best := self._kicked(best)).best.total_us > _FAR * self.bound(*limits) and self.ways.kicks is not None:
+            if (best := self._kicked(best)).best.total_us > _FAR * self.bound(*limits) and self.ways.differ:
                 best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * _MANY_FAR)
             self._unpolished[limit] = best.best
         return self._unpolished[limit]
 
     def _seeded(self, best: Climb) -> Climb:
-        """Climbs from the fastest of the seeds that are within the limits, too."""
+        """Climbs from seeds, too, where a climb ends far above its bound: from the fastest for each number of blocks ahead."""
+        if best.best.total_us <= _NEAR_BOUND * self.bound(*best.limits):
+            return best
         plans = self.seeds.plans(best.limits._asdict(), self.evaluate)
-        if within := [plan for plan in plans if not best.limits.missing(plan)]:
-            anew = replace(best, best=min(within, key=lambda plan: plan.total_us))
+        within = sorted((plan for plan in plans if not best.limits.missing(plan)), key=lambda plan: -plan.total_us)
+        for plan in {plan.lookahead: plan for plan in within}.values():
+            anew = replace(best, best=plan)
             anew.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience)
             best = min((best, anew), key=lambda climb: climb.best.total_us)
         return best

@@ -11,7 +11,7 @@ from dataclasses import astuple, fields, replace
 from typing import Any
 
 from mtcompile.passes.plan import Decision, Decisions, Plan, Updates, checked
-from mtcompile.passes.planning.climbs.climb import Limits
+from mtcompile.passes.planning.climbs.limits import Limits
 from mtcompile.passes.planning.frontier import Point
 from mtcompile.passes.planning.ladders import Ladder
 from mtcompile.passes.planning.pace import with_pace

@@ -18,7 +18,8 @@ from mtcompile.passes.plan import Decision, Plan, Updates
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.climbs import climb as climb_module
-from mtcompile.passes.planning.climbs.climb import Limits, differ
+from mtcompile.passes.planning.climbs.kicks import differ
+from mtcompile.passes.planning.climbs.limits import Limits
 from mtcompile.passes.planning.evaluate import identity
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
 from mtcompile.passes.planning.ladders import waiting_less

@@ -13,7 +13,7 @@ from mtcompile.passes.plan import Updates
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.climbs import climb, hosts
-from mtcompile.passes.planning.climbs.climb import Limits
+from mtcompile.passes.planning.climbs.limits import Limits
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from tests.helpers.tracing import traced_case
 

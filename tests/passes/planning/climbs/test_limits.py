@@ -1,0 +1,52 @@
+"""Tests of the limits within which climbs look for plans."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.planning import candidates as candidates_module
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.climbs import climb as climb_module
+from mtcompile.passes.planning.climbs.limits import limits_in_between
+from mtcompile.passes.planning.problem import PlanningProblem
+from tests.passes.planning.drawn_plans import MACHINES, WAYS, crossing
+
+
+def test_limits_in_between_are_near_to_the_one_that_each_follows() -> None:
+    limits = [1000, 1030, 1060, 1500, 1501]
+    following = limits_in_between(limits, 1600)
+    assert not following.keys() & set(limits)
+    assert all(1000 < limit <= 1600 and limit > below for limit, below in following.items())
+    assert set(following.values()) <= {*limits, *following}
+    assert max(following) == 1600
+    rising = sorted((*limits, *following))
+    assert max(high - low for low, high in itertools.pairwise(rising)) <= (1500 - 1060) / 4
+    assert limits_in_between(limits, 1501) == {limit: below for limit, below in following.items() if limit < 1501}
+
+
+@pytest.mark.slow
+def test_more_memory_between_two_limits_is_used_and_never_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, fewer in {"MOST_SEARCHED": 2, "MOST_POINTS": 2, "_FEWEST_POINTS": 2, "_REFINED": 5}.items():
+        monkeypatch.setattr(candidates_module, limit, fewer)
+    monkeypatch.setattr(climb_module, "_PATIENT_REGIONS", 1)  # as of a large step
+    problem = PlanningProblem(crossing(), MACHINES[1], Budgets(updates=WAYS["behind the forward"]))
+
+    def times_us(shares: Sequence[float]) -> list[float]:
+        candidates = Candidates(problem)
+        low, high = candidates.floor, candidates.resident.plan.peak_bytes["device"]
+        budgets = [int(low + share * (high - low - 1)) for share in shares]
+        plans = [candidates.best(budget, None).plan for budget in budgets]
+        assert all(plan.peak_bytes["device"] <= budget for plan, budget in zip(plans, budgets, strict=True))
+        return [plan.total_us for plan in plans]
+
+    rising = [0.75, 0.83, 0.9, 0.97]
+    times = times_us(rising)
+    assert times == sorted(times, reverse=True)
+    assert times_us(rising[::-1]) == times[::-1]
+    monkeypatch.setattr(climb_module, "limits_in_between", lambda limits, highest: {})
+    without = times_us(rising)
+    assert all(after <= before for after, before in zip(times, without, strict=True)) and times != without
