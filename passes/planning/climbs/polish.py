@@ -16,7 +16,8 @@ from mtcompile.passes.planning.climbs.kicks import WHY
 from mtcompile.passes.planning.ladders import Block, WaitKind, activation_decision, kept_positions, variant_decision, waiting
 
 _FAR, _NEAR, _HOPELESS = 1.07, 1.02, 1.35  # times the bound: from where on plans are polished, down to where; in vain
-_TRIED, _MOST, _FEWEST = 60_000, 1000, 400  # plans, times the regions of a step; at most; for fewer, a step is too large
+_TRIED, _MOST, _FEWEST = 180_000, 3000, 1200  # plans, times the regions of a step; at most; for fewer, a step is too large
+_IN_VAIN, _GAIN = 400, 0.999  # plans after which polishing ends if none of them made the best one so much faster
 _AHEAD = 8  # the most regions that fetches are ahead
 _KEPT = 0.7  # the share of values between blocks that are kept rather than made again
 _LONGEST = 4  # runs of up to 2 to this power blocks change together
@@ -41,17 +42,20 @@ def is_worth_polishing(plan: Plan, bound_us: float) -> bool:
 
 
 def polish_of(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool, regions: int) -> Polish | None:
-    """Returns what polishes plans of a step with so many ``regions``: it tries what is drawn, until a plan is near the bound.
-    None if the step is too large. For the others see ``Draws``."""
+    """Returns what polishes plans of a step with so many ``regions``: it tries what is drawn, until a plan is near the bound or
+    hardly anything helps any more. None if the step is too large. For the others see ``Draws``."""
     most = min(_MOST, _TRIED // regions)
 
     def polish(climb: Climbing, bound_us: float) -> None:
         draws, climb.remaining = Draws(blocks, sizes, host), most
-        while climb.remaining > 0 and climb.best.total_us > _NEAR * bound_us:
+        us, until = climb.best.total_us, most - _IN_VAIN
+        while climb.remaining > max(0, until) and climb.best.total_us > _NEAR * bound_us:
             if (plan := draws(climb.best)) is None:
                 climb.remaining -= 1
             else:
                 climb.is_better(plan)
+            if climb.best.total_us < _GAIN * us:
+                us, until = climb.best.total_us, climb.remaining - _IN_VAIN
 
     return polish if most >= _FEWEST else None
 
