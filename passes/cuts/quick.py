@@ -47,8 +47,8 @@ class QuickCandidates(Candidates):
 
     def quick_us(self, device: int, above: bool = False) -> float:
         """Returns the µs of the fastest plan within ``device`` bytes of those that linear programs give, whatever it needs of
-        the host; infinite if none is. A search may find one that is a few percent faster, hardly more. ``above``: of all that
-        they give, as what needs more memory is hardly slower."""
+        the host; infinite if none is. A search finds one that is mostly a few percent faster, and up to a fifth where fetches
+        have little time to hide. ``above``: of all that they give, as what needs more memory is hardly slower."""
         plans = [one.plan for one in self._by_linear_programs(device, _TIGHT, whole=not above)]
         return min((plan.total_us for plan in plans if above or plan.peak_bytes["device"] <= device), default=inf)
 
