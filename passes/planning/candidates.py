@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # Limits count evaluations, not seconds, so that the same input gives the same plan. One takes time in proportion to regions.
 _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
 _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
-_REFINED, _REFINED_LARGE = 100, 30  # plans evaluated between two of a ladder; of a large step, climbs find most
+_REFINED = 100  # plans evaluated between two of a ladder
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 _FEW_SEARCHED = 30  # fewer are no search of a step, which then has fewer seeds
 
@@ -352,8 +352,7 @@ class Candidates:
         for done, (ladder, position) in enumerate(sampled):
             self.progress("planning", done, len(sampled) + remaining)
             points.append(Point(self._paced(ladder[position]).plan, ladder, position))
-        refined = min(MOST_SEARCHED, _REFINED if remaining >= _FEW_SEARCHED else _REFINED_LARGE)
-        refine(points, refined, lambda plan: self._paced(plan).plan, self.progress)
+        refine(points, min(MOST_SEARCHED, _REFINED), lambda plan: self._paced(plan).plan, self.progress)
         self._explore(points, remaining)
         self._points = points
 

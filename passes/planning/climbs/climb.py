@@ -38,7 +38,7 @@ from mtcompile.passes.step_graph import regions
 _STARTS, _MOVES = (1.0, 0.9, 0.8), (60, 40, 40)  # of a limit: where climbs to it start; plans that they evaluate at first
 _MOVES_BETWEEN = 20  # plans evaluated from one limit to the next, where these are near to each other
 _PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at most, and that times their regions
-_NEAR_BOUND = 1.02  # times the bound: seeds and kicks gain little below
+_NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
 _LARGEST = 2  # sizes of homes that may wait
@@ -156,7 +156,7 @@ class Climbs:
 
     def _seeded(self, best: Climb) -> Climb:
         """Climbs from seeds, too, where a climb ends far above its bound: from the fastest for each number of blocks ahead."""
-        if best.best.total_us <= _NEAR_BOUND * self.bound(*best.limits):
+        if best.best.total_us <= _FAR * self.bound(*best.limits):
             return best
         plans = self.seeds.plans(best.limits._asdict(), self.evaluate)
         within = sorted((plan for plan in plans if not best.limits.missing(plan)), key=lambda plan: -plan.total_us)
