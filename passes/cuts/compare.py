@@ -318,9 +318,8 @@ class Comparison(Generic[S]):
     def _is_hopeless(self, form: S, us: float) -> bool:
         """Tells whether quick plans of a form that goes by bounds take more than some µs: where none is within the device's
         bytes, those that need a little more."""
-        if (quick_us := self._quick_us(form)) < inf or self._alone or self.forms.limits.device is None:
-            return us < quick_us < inf
-        return self.forms.limits.disk is None and us < form.candidates.quick_us(self.forms.limits.device, above=True) < inf
+        quick_us = self._quick_us(form)
+        return us < (quick_us if quick_us < inf else self._quick_us(form, above=True)) < inf
 
     def _takes_rows_like(self, form: S) -> list[tuple[float, S]]:
         """Returns the forms with plans, and their µs, that take few rows of the same embeddings as a form does."""
@@ -328,14 +327,15 @@ class Comparison(Generic[S]):
         planned = [(planned.plan.total_us, each) for each, planned in self.fitting] + self._waiting
         return [one for one in planned if one[1].candidates.problem.step.meta["rows"].keys() == rows]
 
-    def _quick_us(self, form: S) -> float:
-        """Returns the µs of a quick plan of a form that goes by bounds; infinite where that says nothing."""
-        return inf if self._alone or not self._goes_by_bounds(form) else self._any_quick_us(form)
+    def _quick_us(self, form: S, above: bool = False) -> float:
+        """Returns the µs of a quick plan of a form that goes by bounds; infinite where that says nothing. ``above``: of one
+        that may need more of the device."""
+        return inf if self._alone or not self._goes_by_bounds(form) else self._any_quick_us(form, above)
 
-    def _any_quick_us(self, form: S) -> float:
-        """Returns the µs of a quick plan of a form; infinite where that says nothing."""
+    def _any_quick_us(self, form: S, above: bool = False) -> float:
+        """Returns the µs of a quick plan of a form; infinite where that says nothing. ``above``: as for ``_quick_us``."""
         limits = self.forms.limits
-        return inf if limits.device is None or limits.disk is not None else form.candidates.quick_us(limits.device)
+        return inf if limits.device is None or limits.disk is not None else form.candidates.quick_us(limits.device, above)
 
     def _can_wait(self, form: S) -> bool:
         """Tells whether to search a form when quick plans of all are known: not where quick plans may not fit, as they do not

@@ -214,6 +214,14 @@ def decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
     return replace(plan, updates=None if updates is None else replace(updates, patient=not (updates.held or updates.in_turn)))
 
 
+def blocks_alike(blocks: Iterable[Block]) -> list[list[Block]]:
+    """Returns the blocks by what a plan may decide about them: those that share their variants together, in their order."""
+    alike: dict[int, list[Block]] = {}
+    for block in blocks:
+        alike.setdefault(id(block.variants), []).append(block)
+    return list(alike.values())
+
+
 def blocks_of(step: fx.GraphModule, machine: Machine) -> list[Block]:
     """Returns the step's blocks in forward order; equal blocks share their variants."""
     backward: dict[int, list[fx.Node]] = {}

@@ -24,6 +24,7 @@ from mtcompile.passes.planning.ladders import (
     WaitKind,
     activation_decision,
     at_home_by_rank,
+    blocks_alike,
     crossing_by_size,
     kept_positions,
     loading,
@@ -71,12 +72,13 @@ def climbs_of(
     with everything on the device; ``by_program``: ``bound`` and ``seeds``, for which, as for the others, see ``Climbs``."""
     host, held = problem.budgets.host_activations, held_nbytes(problem.step, problem.budgets)
     highest = frontier[-1].peak, *([resident] if differ(blocks) else [])
-    patience = max(1, min(_PATIENCE, _PATIENT_REGIONS // len(regions(problem.step))))
+    count = len(regions(problem.step))
+    patience = max(1, min(_PATIENCE, _PATIENT_REGIONS // count))
     small = patience == _PATIENCE  # climbs of such a step evaluate many plans up to each limit, and need no others in between
     limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes, small)
     following = {} if small else limits_in_between(limits, max(highest))
     shared = moves(blocks, sizes, host), rooms(blocks, sizes, held, host), patience, kicks(blocks, sizes), differ(blocks)
-    ways = Ways(*shared, polish_of(blocks, sizes, host, len(regions(problem.step))))
+    ways = Ways(*shared, polish_of(blocks, sizes, host, count))
     return Climbs(frontier, limits, following, ways, evaluate, *by_program)
 
 
@@ -255,12 +257,9 @@ def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list
     by_size: dict[int, list[str]] = {}
     for home, nbytes in sizes.items():
         by_size.setdefault(nbytes, []).append(home)
-    alike: dict[int, list[Block]] = {}
-    for block in blocks:
-        alike.setdefault(id(block.variants), []).append(block)
     homes = [_of_homes(each, sizes) for each in by_size.values()]
     loads = [_loads(blocks)] if host else []
-    of_blocks = [_of_blocks(each, host, host and differ(blocks)) for each in alike.values()]
+    of_blocks = [_of_blocks(each, host, host and differ(blocks)) for each in blocks_alike(blocks)]
     if differ(blocks):  # so that those of single blocks, which are many, do not come before all others
         return [_waits_together(sizes), *loads, _ahead, *homes, *of_blocks, _waits(by_size, sizes)]
     return [*homes, _ahead, *of_blocks, _waits(by_size, sizes), *loads]

@@ -13,7 +13,15 @@ from typing import Any, Protocol
 
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.climbs.kicks import WHY
-from mtcompile.passes.planning.ladders import Block, WaitKind, activation_decision, kept_positions, variant_decision, waiting
+from mtcompile.passes.planning.ladders import (
+    Block,
+    WaitKind,
+    activation_decision,
+    blocks_alike,
+    kept_positions,
+    variant_decision,
+    waiting,
+)
 
 _FAR, _NEAR, _HOPELESS = 1.07, 1.02, 1.35  # times the bound: from where on plans are polished, down to where; in vain
 _TRIED, _MOST, _FEWEST = 180_000, 3000, 1200  # plans, times the regions of a step; at most; for fewer, a step is too large
@@ -66,9 +74,7 @@ class Draws:
 
     def __init__(self, blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> None:
         self._random, self._sizes, self._homes, self._blocks, self._host = Random(0), sizes, list(sizes), blocks, host
-        self._alike: dict[int, list[Block]] = {}
-        for block in blocks:
-            self._alike.setdefault(id(block.variants), []).append(block)
+        self._alike = {block.name: together for together in blocks_alike(blocks) for block in together}
         of_homes: list[Draw] = [self._move_home, self._exchange, self._exchange, self._wait] if sizes else []
         self._kinds: list[Draw] = [*of_homes, self._keep, self._keep, self._like_another, self._leave, self._ahead]
 
@@ -115,9 +121,9 @@ class Draws:
     def _run(self) -> list[Block]:
         """Draws a block, and maybe some of those alike behind it."""
         block = self._any(self._blocks)
-        alike = self._alike[id(block.variants)]
-        first, count = alike.index(block), 1 << int(self._random.random() ** 2 * (1 + _LONGEST))
-        return alike[first : first + count]
+        together = self._alike[block.name]
+        first, count = together.index(block), 1 << int(self._random.random() ** 2 * (1 + _LONGEST))
+        return together[first : first + count]
 
     def _tier(self) -> Choice:
         return "host" if self._host and self._random.random() < 0.5 else "device"
@@ -136,15 +142,15 @@ class Draws:
     def _like_another(self, plan: Plan) -> Plan | None:
         """Lets a block keep what one alike does, and where."""
         block = self._any(self._blocks)
-        other = self._any(self._alike[id(block.variants)])
+        other = self._any(self._alike[block.name])
         if not block.saved or other is block:
             return None
         positions = kept_positions(plan, other)
         if (variant := next((v for v in block.variants if v.positions == positions), None)) is None:
             return None
         tiers = {i: plan.activation(other.saved[i].name) for i in positions}
-        kept = [activation_decision(block.saved[i], tier, WHY) for i, tier in tiers.items()]
-        return plan.with_decisions([variant_decision(block.name, block.saved, variant, WHY), *kept])
+        places = [activation_decision(block.saved[i], tier, WHY) for i, tier in tiers.items()]
+        return plan.with_decisions([variant_decision(block.name, block.saved, variant, WHY), *places])
 
     def _leave(self, plan: Plan) -> Plan | None:
         """Places what leaves blocks elsewhere, or makes it again."""

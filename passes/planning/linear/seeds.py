@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.ladders import Block, variant_decision
+from mtcompile.passes.planning.ladders import Block, blocks_alike, variant_decision
 from mtcompile.passes.planning.linear.blocks import Option
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve
@@ -206,9 +206,7 @@ class Rounding:
 
     def __init__(self, blocks: Sequence[Block], sizes: Mapping[str, int]) -> None:
         self.sizes = sizes
-        self._alike: dict[int, list[Block]] = defaultdict(list)
-        for block in blocks:
-            self._alike[id(block.variants)].append(block)
+        self._alike = blocks_alike(blocks)
         self._decisions: dict[tuple[int, Option, Choice], list[Decision]] = {}  # about a block: most plans share them
 
     def __call__(self, relaxed: Relaxed, base: Plan, latest_stay: bool = False) -> Plan:
@@ -225,7 +223,7 @@ class Rounding:
         order = {home: float(place) for place, home in enumerate(on_host)}
         staying = _chosen(on_host, sizes, order if latest_stay else on_host)
         decisions += [Decision("fetch", home, "keep", sizes[home], _WHY) for home in on_host if home in staying]
-        for members in self._alike.values():
+        for members in self._alike:
             totals: dict[Option, float] = defaultdict(float)
             away = round(sum(relaxed.away(block.index) for block in members))
             again = min(len(members) - away, round(sum(map(relaxed.again, members))))
