@@ -205,8 +205,9 @@ def repeat_forward(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """
     forward = [region for region in regions(step) if region.meta["phase"] == "forward"]
     marked = {region: [v for v in results(region) if plan.activation(v.name) == "recompute"] for region in forward}
+    calls = regions(step)
     for run in _runs(forward, marked):
-        _repeat_run(step, run, plan.span or len(run), marked)
+        calls = _repeat_run(step, run, plan.span or len(run), marked, calls)
     return step
 
 
@@ -223,9 +224,11 @@ def _runs(forward: list[fx.Node], marked: Mapping[fx.Node, list[fx.Node]]) -> li
     return runs[::-1]
 
 
-def _repeat_run(step: fx.GraphModule, run: list[fx.Node], span: int, marked: Mapping[fx.Node, list[fx.Node]]) -> None:
-    """Makes the ``marked`` values of a run again, at most ``span`` blocks at once, and lets the backward read them."""
-    calls = regions(step)
+def _repeat_run(
+    step: fx.GraphModule, run: list[fx.Node], span: int, marked: Mapping[fx.Node, list[fx.Node]], calls: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """Makes the ``marked`` values of a run again, at most ``span`` blocks at once, and lets the backward read them. Returns the
+    ``calls`` of the step with the new ones."""
     order = {call: position for position, call in enumerate(calls)}
     readers = {
         value: [user for user in value.users if is_region(user) and user.meta["phase"] == "backward"]
@@ -233,6 +236,7 @@ def _repeat_run(step: fx.GraphModule, run: list[fx.Node], span: int, marked: Map
         for value in marked[region]
     }
     copies: dict[fx.Node, list[tuple[int, fx.Node]]] = {value: [] for value in readers}  # each with the call it stands before
+    repeats: dict[int, list[fx.Node]] = {}  # new calls, by the one that they stand before
 
     def reads(low: int, high: int) -> list[int]:
         return [order[user] for region in run[low:high] for value in marked[region] for user in readers[value]]
@@ -245,6 +249,7 @@ def _repeat_run(step: fx.GraphModule, run: list[fx.Node], span: int, marked: Map
         for region in run[low:high]:
             args = {value: latest(value, position) for value in region.args}
             again = _repeat(step, region, marked[region], calls[position], args)
+            repeats.setdefault(position, []).append(again[0].args[0])
             for value, new in zip(marked[region], again, strict=True):
                 copies[value].append((position, new))
 
@@ -266,6 +271,7 @@ def _repeat_run(step: fx.GraphModule, run: list[fx.Node], span: int, marked: Map
         for user in users:
             if (again := latest(value, order[user])) is not value:
                 user.replace_input_with(value, again)
+    return [call for position, each in enumerate(calls) for call in (*repeats.get(position, ()), each)]
 
 
 def _repeat(

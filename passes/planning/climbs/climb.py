@@ -17,19 +17,15 @@ from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.climbs.kicks import MOST_AHEAD, WHY, Move, differ, kicks
 from mtcompile.passes.planning.climbs.limits import Limits, limits_between, limits_in_between
 from mtcompile.passes.planning.climbs.polish import Polish, is_worth_polishing, polish_of
-from mtcompile.passes.planning.climbs.room import Room, rooms
+from mtcompile.passes.planning.climbs.room import Fill, Room, filling, rooms
+from mtcompile.passes.planning.climbs.waits import loads_late, waits, waits_together
 from mtcompile.passes.planning.frontier import Point
 from mtcompile.passes.planning.ladders import (
     Block,
-    WaitKind,
     activation_decision,
-    at_home_by_rank,
     blocks_alike,
-    crossing_by_size,
     kept_positions,
-    loading,
     variant_decision,
-    waiting,
 )
 from mtcompile.passes.planning.linear.seeds import Within
 from mtcompile.passes.planning.problem import PlanningProblem
@@ -42,17 +38,18 @@ _PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at 
 _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
-_LARGEST = 2  # sizes of homes that may wait
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
 
 
 class Ways(NamedTuple):
-    """The moves of climbs, what makes room by tier for those that need it, and how many times as many plans as usual they try.
-    ``kicks``: moves to make whatever they cost, where a climb ends. ``differ``: whether most blocks differ, so that few moves
-    are shared. ``polish``: what comes last, far above the bound; None where a step is too large for it."""
+    """The moves of climbs, what makes room by tier for those that need it, what fills room that is left, and how many times as
+    many plans as usual they try. ``kicks``: moves to make whatever they cost, where a climb ends. ``differ``: whether most
+    blocks differ, so that few moves are shared. ``polish``: what comes last, far above the bound; None where a step is too
+    large for it."""
 
     kinds: Sequence[Move]
     rooms: Mapping[str, Sequence[Room]]
+    fill: Fill
     patience: int = 1
     kicks: Move | None = None
     differ: bool = False
@@ -77,8 +74,9 @@ def climbs_of(
     small = patience == _PATIENCE  # climbs of such a step evaluate many plans up to each limit, and need no others in between
     limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes, small)
     following = {} if small else limits_in_between(limits, max(highest))
-    shared = moves(blocks, sizes, host), rooms(blocks, sizes, held, host), patience, kicks(blocks, sizes), differ(blocks)
-    ways = Ways(*shared, polish_of(blocks, sizes, host, count))
+    in_room = rooms(blocks, sizes, held, host), filling(sizes, held)
+    others = patience, kicks(blocks, sizes), differ(blocks), polish_of(blocks, sizes, host, count)
+    ways = Ways(moves(blocks, sizes, host), *in_room, *others)
     return Climbs(frontier, limits, following, ways, evaluate, *by_program)
 
 
@@ -131,13 +129,13 @@ class Climbs:
             return plan
         place = self.limits.index(limits.device)
         starts = plan, *map(self._climbed, self.limits[max(0, place - 1) : place])  # the next limit below may lead farther
-        climb = Climb(limits, self.ways.rooms, self.evaluate, min(starts, key=lambda each: each.total_us))
+        climb = Climb(limits, self.ways, self.evaluate, min(starts, key=lambda each: each.total_us))
         self.ways.polish(climb, bound_us)
         return climb.best
 
     def _from_next_lower(self, limits: Limits, below: int) -> Plan:
         """Climbs from the plan of a limit a little ``below``, which is never faster."""
-        climb = Climb(limits, self.ways.rooms, self.evaluate, self._plan(below))
+        climb = Climb(limits, self.ways, self.evaluate, self._plan(below))
         climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
         return self._seeded(climb).best
 
@@ -145,7 +143,7 @@ class Climbs:
         if limit not in self._unpolished:
             limits = Limits(limit)
             below = (max(self.limits[0], int(limit * share)) for share in _STARTS)
-            climbs = [Climb(limits, self.ways.rooms, self.evaluate, self.reached(low)) for low in below]
+            climbs = [Climb(limits, self.ways, self.evaluate, self.reached(low)) for low in below]
             for climb, most in zip(climbs, _MOVES, strict=True):
                 climb.go_on(self.ways.kinds, most * self.ways.patience)
             best = self._seeded(min(climbs, key=lambda climb: climb.best.total_us))
@@ -187,7 +185,7 @@ class Climb:
     """One climb up to ``limits``: the ``best`` plan so far, and how many plans it has left to evaluate."""
 
     limits: Limits
-    rooms: Mapping[str, Sequence[Room]]
+    ways: Ways
     evaluate: Callable[[Plan], Plan]
     best: Plan
     remaining: int = 0
@@ -200,6 +198,13 @@ class Climb:
             for kind in kinds:
                 while self._moves(kind):
                     pass
+            self._fill()
+
+    def _fill(self) -> None:
+        """Moves as many homes to the device at once as it has room for: where steps wait for many, one alone gains nothing."""
+        unused = self.limits.device - self.best.peak_bytes["device"]
+        for plan in self.ways.fill(self.best, unused):
+            self._evaluated(plan)
 
     def _moves(self, kind: Move) -> bool:
         """Makes the first move of a kind that makes the plan faster, and goes on that way: 1, 2, 4, ... such moves at once, as
@@ -223,7 +228,7 @@ class Climb:
         if not missing or evaluated.total_us >= before.total_us:
             return self.best is not before
         tier = next(iter(missing))
-        for room in self.rooms[tier]:
+        for room in self.ways.rooms[tier]:
             for share in _SHARES_OF_MISSING:
                 if (less := room(plan, before, int(missing[tier] * share))) is None or self.remaining <= 0:
                     break
@@ -258,11 +263,11 @@ def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list
     for home, nbytes in sizes.items():
         by_size.setdefault(nbytes, []).append(home)
     homes = [_of_homes(each, sizes) for each in by_size.values()]
-    loads = [_loads(blocks)] if host else []
+    loads = [loads_late(blocks)] if host else []
     of_blocks = [_of_blocks(each, host, host and differ(blocks)) for each in blocks_alike(blocks)]
     if differ(blocks):  # so that those of single blocks, which are many, do not come before all others
-        return [_waits_together(sizes), *loads, _ahead, *homes, *of_blocks, _waits(by_size, sizes)]
-    return [*homes, _ahead, *of_blocks, _waits(by_size, sizes), *loads]
+        return [waits_together(sizes), *loads, _ahead, *homes, *of_blocks, waits(by_size, sizes)]
+    return [*homes, _ahead, *of_blocks, waits(by_size, sizes), *loads]
 
 
 def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
@@ -300,57 +305,6 @@ def _ahead(plan: Plan) -> Iterator[Plan]:
         if 0 <= ahead <= MOST_AHEAD:
             yield replace(plan, lookahead=ahead)
     yield replace(plan, pooled=not plan.pooled)
-
-
-def _waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Move:
-    """Lets the homes of one size wait less in the backward, or, of the largest sizes, more: these may be all that others have
-    no room beside."""
-
-    def neighbours(plan: Plan) -> Iterator[Plan]:
-        kinds: tuple[tuple[WaitKind, Callable[[str], bool]], ...] = (
-            ("return", plan.returns_late),
-            ("gradients", plan.frees_early),
-        )
-        for rank, nbytes in enumerate(sorted(by_size, reverse=True)):
-            homes = [home for home, tier in zip(by_size[nbytes], plan.tiers(by_size[nbytes]), strict=True) if tier == "host"]
-            for kind, waits in kinds if plan.lookahead and homes else ():
-                now = any(map(waits, homes))
-                if now or rank < _LARGEST:
-                    yield plan.with_decisions(waiting(kind, homes, sizes, not now, WHY))
-
-    return neighbours
-
-
-def _waits_together(sizes: Mapping[str, int]) -> Move:
-    """Lets homes that follow one another in the step no longer wait in the backward: all of them, or a half, a quarter, and so
-    on to one alone. There may be room beside some blocks, however large their homes are, and none beside others; and what a
-    single home gains may be lost to the next one that waits."""
-    homes, parts = list(sizes), [1 << power for power in range(len(sizes).bit_length())]
-    spans = [homes[len(homes) * i // count : len(homes) * (i + 1) // count] for count in parts for i in range(count)]
-    kinds: tuple[WaitKind, ...] = ("return", "gradients")
-
-    def neighbours(plan: Plan) -> Iterator[Plan]:
-        tiers = dict(zip(homes, plan.tiers(homes), strict=True)) if plan.lookahead else {}
-        waits = {home for home, tier in tiers.items() if tier == "host" and (plan.returns_late(home) or plan.frees_early(home))}
-        for span in spans:
-            if waits & set(span):
-                yield plan.with_decisions([d for kind in kinds for d in waiting(kind, span, sizes, False, WHY)])
-
-    return neighbours
-
-
-def _loads(blocks: Sequence[Block]) -> Move:
-    """Lets what all blocks keep at home, of one rank by size, or what leaves them and is equally large, come back ahead that
-    comes late, or late that comes ahead."""
-
-    def neighbours(plan: Plan) -> Iterator[Plan]:
-        ranks = [*at_home_by_rank(plan, blocks), *crossing_by_size(plan, blocks)] if plan.lookahead else []
-        for late in (True, False):  # what comes late now, first
-            for values in ranks:
-                if any(plan.loads_late(value.name) for value in values) == late:
-                    yield plan.with_decisions(loading(values, not late, WHY))
-
-    return neighbours
 
 
 def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:

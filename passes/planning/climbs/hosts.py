@@ -121,13 +121,17 @@ class HostClimbs:
 
     def _climbed(self, limits: Limits) -> Plan | None:
         """Climbs from the fastest of all starts that are within the limits once room is made for them."""
-        rooms, best = self.climbs.ways.rooms, list[Climb]()
+        ways, best = self.climbs.ways, list[Climb]()
+
+        def allowed(plan: Plan) -> Plan:
+            return self._allowed(plan, limits)
+
         for start in self.starts(limits):
-            climb = Climb(limits, rooms, lambda plan: self._allowed(plan, limits), replace(start, step_time_us=inf), _ROOMS)
+            climb = Climb(limits, ways, allowed, replace(start, step_time_us=inf), _ROOMS)
             if climb.is_better(start):
                 best = [min((*best, climb), key=lambda climb: climb.best.total_us)]
         for climb in best:
-            climb.go_on(self.climbs.ways.kinds, _MOVES * self.climbs.ways.patience)
+            climb.go_on(ways.kinds, _MOVES * ways.patience)
         return best[0].best if best else None
 
     def _allowed(self, plan: Plan, limits: Limits) -> Plan:

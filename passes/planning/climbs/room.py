@@ -9,9 +9,11 @@ from mtcompile.passes.planning.ladders import Block, activation_decision, kept_p
 from mtcompile.passes.planning.variants import Variant
 
 _WHY = "makes room for what was found by climbing"
+_WHY_FILLED = "has room there that nothing else was found for"
 # Takes a plan, the plan that it was moved from, and the bytes that are missing. Returns a plan that keeps as many bytes less on
 # the device than the first, or more, by decisions that both share; None if it cannot.
 Room = Callable[[Plan, Plan, int], Plan | None]
+Fill = Callable[[Plan, int], Iterator[Plan]]  # takes a plan and the bytes that it leaves free; yields plans that may use them
 _Freed = Iterator[tuple[int, Sequence[Decision]]]  # bytes that decisions free, the cheapest first
 # To a lighter variant: µs for each byte that it keeps less than the one before, the steps to it, these bytes, and the decision.
 _Step = tuple[float, int, int, Decision]
@@ -73,6 +75,21 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
     on_device = (again, recomputed, away, home) if host else (again, recomputed, away)
     on_host = (less_at_home, recomputed, here) if host else (here,)
     return {"device": list(map(_until_enough, on_device)), "host": list(map(_until_enough, on_host))}
+
+
+def filling(sizes: Mapping[str, int], held: Mapping[str, int]) -> Fill:
+    """Returns what moves homes to the device together, as many as the room that is left holds: spread evenly over the step, or
+    those that the next step reads first. For the others see ``rooms``."""
+
+    def fill(plan: Plan, unused: int) -> Iterator[Plan]:
+        away = [home for home, tier in zip(sizes, plan.tiers(sizes), strict=True) if tier == "host"]
+        count = unused * len(away) // max(1, sum(held[home] for home in away))
+        if 1 < count < len(away):
+            spread = [away[(2 * i + 1) * len(away) // (2 * count)] for i in range(count)]
+            for homes in (spread, away[:count]):
+                yield plan.with_decisions([Decision("params", home, "device", sizes[home], _WHY_FILLED) for home in homes])
+
+    return fill
 
 
 def _until_enough(way: Callable[[Plan, Plan], _Freed]) -> Room:

@@ -49,6 +49,7 @@ class Choices:
     given: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     given_first: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     repeated: list[int] = field(default_factory=list)
+    chain: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,8 @@ def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms
         _place_crossing(problem, block, blocks, terms, choices, operands, making)
     for block in blocks:
         _keep_no_more(problem.step, block, terms, choices, operands[block.index])
+    if choices.again:
+        _hold_chain(terms, choices)
     return choices
 
 
@@ -192,8 +195,7 @@ def _place_crossing(
     for value in block.crossing:
         nbytes, read_in = value.meta["nbytes"], _read_in((value,), index)
         by_call = making.calls and not block.saved
-        fetches = by_call and bool(terms.needs[block.region].read)
-        stays, again = program.variable(), program.variable(0.0 if fetches else 1.0)
+        stays, again = program.variable(), program.variable()
         away = program.variable(1.0 if problem.budgets.host_activations else 0.0)
         places.append((nbytes, stays, away))
         choices.leaving[index][stays] = float(nbytes)
@@ -210,7 +212,7 @@ def _place_crossing(
             choices.given[other] |= {away: float(nbytes), again: float(nbytes)}
         if _readers(value):
             program.equal.append((somewhere, 1.0))
-            if by_call and not fetches:
+            if by_call:
                 choices.again[value] = again
         elif (reader := next((other for other in blocks if other.region in value.users), None)) is not None:
             read_in, of = (reader.index, reader.index), operands[reader.index]
@@ -223,6 +225,52 @@ def _place_crossing(
         if last_read in choices.given and away in choices.given[last_read]:
             choices.given_first[last_read][away] = float(nbytes)
         _goes_home(problem.machine, terms, away, nbytes, (index, index), read_in)
+        if not block.saved and (making.bounds or making.calls):
+            _fetch_for_call(problem, block, value, again, (index, last), terms)
+
+
+def _fetch_for_call(
+    problem: PlanningProblem, block: Block, value: fx.Node, again: int, within: tuple[int, int], terms: Terms
+) -> None:
+    """Adds the fetches of parameters for a call that makes a value ``again``: its backward fetches them by itself. ``within``:
+    the first and the last block before whose backward it may be."""
+    for home, nbytes in _read_for(problem.step, block, value, terms).items():
+        fetched = terms.program.variable()
+        terms.program.at_most({again: 1.0, terms.away[home]: 1.0, terms.staying[home]: -1.0, fetched: -1.0}, 1.0)
+        terms.loads["h2d", "backward"].append(Load(*within, {fetched: problem.machine.copy_us(nbytes, "h2d")}))
+        terms.copied["backward"][fetched] += nbytes
+
+
+def _hold_chain(terms: Terms, choices: Choices) -> None:
+    """Adds the bytes of what calls make again in one run, where as many values as are kept are spread evenly over all."""
+    sizes, program, (chain, unit) = (
+        [v.meta["nbytes"] for v in choices.again],
+        terms.program,
+        (terms.program.variable(None), 1 << 30),
+    )
+    choices.chain[chain] = float(unit)
+    again, count, mean = program.summed(dict.fromkeys(choices.again.values(), 1.0)), len(sizes), sum(sizes) / len(sizes) / unit
+    # A run has (count + 1) / (kept + 1) - 1 values: at least what the tangents of that say, at some numbers of kept ones.
+    runs = 2
+    while runs <= 2 * count:
+        slope = (count + 1) / runs**2  # fewer values, for each that is kept more
+        at_none = mean * (2 * (count + 1) / runs - 1 - slope * (count + 1))  # of a run, by the tangent, if none is made again
+        program.at_most({chain: -1.0} | {v: mean * slope * n for v, n in again.items()}, -at_none)
+        runs *= 2
+
+
+def _read_for(step: fx.GraphModule, block: Block, value: fx.Node, terms: Terms) -> dict[str, int]:
+    """Returns the bytes that a call fetches to make a value, by home: of homes of which that reads all that the block does, and
+    that are not small beside the value."""
+    made, needs = {body_outputs(kernel_of(step, block.region))[int(value.args[1])]}, terms.needs[block.region].read
+    stack, homes = list(made), param_homes(step, block.region)
+    while stack:
+        new = set(stack.pop().all_input_nodes) - made
+        made |= new
+        stack += new
+    spared = {home for operand, home in homes.items() if operand not in made}
+    least = _FEWEST_BYTES * value.meta["nbytes"]
+    return {home: n for home, n in needs.items() if home in terms.away and home not in spared and n >= least}
 
 
 def _kept(terms: Terms, operands: _Operands, position: int) -> int:

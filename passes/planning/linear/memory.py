@@ -103,7 +103,7 @@ def hold_memory(
         beside, whole = _beside(problem, backward[index])
         near = [nbytes[other.index] for other in before for nbytes in (again, back)]
         near += [stored[other.index] for other in after]
-        beyond = choices.leaving[index] if ahead else {}  # a plan may let it go later than it must
+        beyond = added(choices.leaving[index], choices.chain) if ahead else {}  # a plan may let it go later than it must
         grads, grads_nbytes = waits.gradients.get(index, ({}, 0.0))
         read = [needed[index], *([] if ahead else [choices.given[index]])] if whole else []
         own = [*read, back[index]] if whole else []

@@ -223,6 +223,8 @@ class Rounding:
         order = {home: float(place) for place, home in enumerate(on_host)}
         staying = _chosen(on_host, sizes, order if latest_stay else on_host)
         decisions += [Decision("fetch", home, "keep", sizes[home], _WHY) for home in on_host if home in staying]
+        if relaxed.choices.again:  # what a call makes again waits for the backward where it is
+            decisions.append(Decision("activation", "*", "device", 0, _WHY))
         for members in self._alike:
             totals: dict[Option, float] = defaultdict(float)
             away = round(sum(relaxed.away(block.index) for block in members))
@@ -233,7 +235,7 @@ class Rounding:
             chosen = _apportioned(totals, len(members))
             options = _spread(chosen, lambda option: option.variant.nbytes * (option.tier == "host"))
             somewhere: list[Choice] = ["device"] * (len(members) - away - again) + ["host"] * away
-            places: list[Choice] = ["recompute"] * again + _spread(somewhere, lambda place: place == "host")
+            places = _apart(_spread(somewhere, lambda place: place == "host"), again)
             for block, option, place in zip(members, options, places, strict=True):
                 decisions += self._about(block, option, place)
         named = {(d.kind, d.subject) for d in decisions}
@@ -277,6 +279,14 @@ def _spread(choices: Sequence[T], weight: Callable[[T], float]) -> list[T]:
         remaining.remove(choice)
         spread.append(choice)
     return spread
+
+
+def _apart(kept: Sequence[Choice], again: int) -> list[Choice]:
+    """Returns the places of ``kept`` values as far apart as they can be, with ``again`` that are made again between them."""
+    places, count = list[Choice](["recompute"] * (len(kept) + again)), len(kept) + again
+    for number, place in enumerate(kept, 1):
+        places[(count + 1) * number // (len(kept) + 1) - 1] = place
+    return places
 
 
 def _block_decisions(block: Block, option: Option, place: Choice) -> list[Decision]:

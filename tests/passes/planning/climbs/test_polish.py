@@ -11,9 +11,10 @@ import pytest
 from mtcompile.passes.analysis.state import Budgets, held_nbytes
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.climbs.climb import Climb, Limits
+from mtcompile.passes.planning.climbs.climb import Climb, Ways
+from mtcompile.passes.planning.climbs.limits import Limits
 from mtcompile.passes.planning.climbs.polish import Draws, is_worth_polishing, polish_of
-from mtcompile.passes.planning.climbs.room import rooms
+from mtcompile.passes.planning.climbs.room import filling, rooms
 from mtcompile.passes.planning.evaluate import evaluate, identity
 from mtcompile.passes.planning.ladders import waiting_less
 from mtcompile.passes.planning.problem import PlanningProblem
@@ -35,7 +36,8 @@ def start(candidates: Candidates, share: float) -> Climb:
     problem, blocks = candidates.problem, candidates.blocks
     first = candidates.evaluate(waiting_less(candidates._by_density[0][0], candidates.open_params)[0]).plan
     low, high = first.peak_bytes["device"], candidates.resident.plan.peak_bytes["device"]
-    ways = rooms(blocks, candidates.open_params, held_nbytes(problem.step, problem.budgets), True)
+    homes = candidates.open_params, held_nbytes(problem.step, problem.budgets)
+    ways = Ways([], rooms(blocks, *homes, True), filling(*homes))
     return Climb(Limits(int(low + share * (high - low))), ways, lambda plan: candidates.evaluate(plan).plan, first)
 
 

@@ -1,0 +1,62 @@
+"""Moves of climbs about how long fetches, gradients and values at home wait in the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.climbs.kicks import WHY, Move
+from mtcompile.passes.planning.ladders import Block, WaitKind, at_home_by_rank, crossing_by_size, loading, waiting
+
+_LARGEST = 2  # sizes of homes that may wait
+
+
+def waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Move:
+    """Lets the homes of one size wait less in the backward, or, of the largest sizes, more: these may be all that others have
+    no room beside."""
+
+    def neighbours(plan: Plan) -> Iterator[Plan]:
+        kinds: tuple[tuple[WaitKind, Callable[[str], bool]], ...] = (
+            ("return", plan.returns_late),
+            ("gradients", plan.frees_early),
+        )
+        for rank, nbytes in enumerate(sorted(by_size, reverse=True)):
+            homes = [home for home, tier in zip(by_size[nbytes], plan.tiers(by_size[nbytes]), strict=True) if tier == "host"]
+            for kind, waits_now in kinds if plan.lookahead and homes else ():
+                now = any(map(waits_now, homes))
+                if now or rank < _LARGEST:
+                    yield plan.with_decisions(waiting(kind, homes, sizes, not now, WHY))
+
+    return neighbours
+
+
+def waits_together(sizes: Mapping[str, int]) -> Move:
+    """Lets homes that follow one another in the step no longer wait in the backward: all of them, or a half, a quarter, and so
+    on to one alone. There may be room beside some blocks, however large their homes are, and none beside others; and what a
+    single home gains may be lost to the next one that waits."""
+    homes, parts = list(sizes), [1 << power for power in range(len(sizes).bit_length())]
+    spans = [homes[len(homes) * i // count : len(homes) * (i + 1) // count] for count in parts for i in range(count)]
+    kinds: tuple[WaitKind, ...] = ("return", "gradients")
+
+    def neighbours(plan: Plan) -> Iterator[Plan]:
+        tiers = dict(zip(homes, plan.tiers(homes), strict=True)) if plan.lookahead else {}
+        waits = {home for home, tier in tiers.items() if tier == "host" and (plan.returns_late(home) or plan.frees_early(home))}
+        for span in spans:
+            if waits & set(span):
+                yield plan.with_decisions([d for kind in kinds for d in waiting(kind, span, sizes, False, WHY)])
+
+    return neighbours
+
+
+def loads_late(blocks: Sequence[Block]) -> Move:
+    """Lets what all blocks keep at home, of one rank by size, or what leaves them and is equally large, come back ahead that
+    comes late, or late that comes ahead."""
+
+    def neighbours(plan: Plan) -> Iterator[Plan]:
+        ranks = [*at_home_by_rank(plan, blocks), *crossing_by_size(plan, blocks)] if plan.lookahead else []
+        for late in (True, False):  # what comes late now, first
+            for values in ranks:
+                if any(plan.loads_late(value.name) for value in values) == late:
+                    yield plan.with_decisions(loading(values, not late, WHY))
+
+    return neighbours
