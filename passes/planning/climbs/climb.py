@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.climbs.kicks import MOST_AHEAD, WHY, Move, differ, kicks
-from mtcompile.passes.planning.climbs.limits import Limits, limits_between, limits_in_between
+from mtcompile.passes.planning.climbs.limits import Limits, limits_between, limits_in_between, parts_of
 from mtcompile.passes.planning.climbs.polish import Polish, is_worth_polishing, polish_of
 from mtcompile.passes.planning.climbs.room import Fill, Room, filling, rooms
 from mtcompile.passes.planning.climbs.waits import loads_late, waits, waits_together
@@ -98,7 +98,8 @@ class Climbs:
         seeds: Within,
     ) -> None:
         self.frontier, self.limits, self.ways, self.evaluate, self.bound = frontier, limits, ways, evaluate, bound
-        self.seeds, self._following, self._rising = seeds, following, sorted((*limits, *following))
+        self.seeds, self._following, self._rising = seeds, dict(following), sorted((*limits, *following))
+        self._finer: dict[int, Sequence[int]] = {}  # limits between one and the next, where the bound falls steeply
         self._unpolished: dict[int, Plan] = {}
         self.plans: dict[Limits, Plan] = {}  # with those within limits on the host (see ``hosts``)
 
@@ -106,12 +107,28 @@ class Climbs:
         """Returns the fastest plan of all limits within ``device`` bytes; ``taken`` if none is faster. ``fitting``: gives what
         may be taken of a plan, within ``host`` bytes. Not climbed to are limits below which no plan can be faster, and
         those to which climbs begin above the ``host`` bytes."""
-        for limit in (one for one in reversed(self._rising) if device is None or one <= device):
+        for limit in self._falling(device):
             if self.bound(limit, host) >= taken.total_us:
                 break
             if host is None or any(fitting(self.reached(limit))):
                 taken = min((taken, *fitting(self._plan(limit))), key=lambda plan: plan.total_us)
         return taken
+
+    def _falling(self, device: int | None) -> Iterator[int]:
+        """Yields the limits within ``device`` bytes, the largest first, with more of them where little memory makes plans much
+        faster."""
+        for low, high in reversed([*itertools.pairwise(self._rising), (self._rising[-1], None)]):
+            if device is None or low <= device:
+                finer = [] if high is None else self._between(low, high)
+                yield from (limit for limit in reversed(finer) if device is None or limit <= device)
+                yield low
+
+    def _between(self, low: int, high: int) -> Sequence[int]:
+        if low not in self._finer:
+            parts = parts_of(self.bound(low, None), self.bound(high, None))
+            limits = self._finer[low] = [low + (high - low) * part // parts for part in range(1, parts)]
+            self._following |= dict(zip(limits, (low, *limits), strict=False))
+        return self._finer[low]
 
     def reached(self, limit: int) -> Plan:
         """Returns the frontier's last plan up to a limit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from math import ceil, inf, log
 from typing import NamedTuple
 
 from mtcompile.passes.plan import Plan
@@ -12,6 +13,7 @@ _CLIMBS, _SHARES = 16, 25  # peaks up to which plans are improved, of how many
 _FINER = 4  # times as many shares for small steps, whose homes may be as large as one of these
 _NEAR_FLOOR = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2)  # of the lowest peak: where little room makes plans much faster
 _APART, _PARTS = 0.01, 4  # between two limits: how far apart others are at least, as a share, and how many parts they make
+_STEEP, _EVEN, _MOST_PARTS = 1.03, 1.015, 8  # times the bound at the next limit: where others are between, how near; at most
 
 
 class Limits(NamedTuple):
@@ -48,3 +50,10 @@ def limits_in_between(limits: Sequence[int], highest: int) -> dict[int, int]:
         rising = [low + (high - low) * part // parts for part in range(parts + (high not in limits))]
         following |= {limit: lower for lower, limit in itertools.pairwise(rising)}
     return following
+
+
+def parts_of(low_us: float, high_us: float) -> int:
+    """Returns how many parts others make of the way between two limits, by the bound at each: more where it falls steeply."""
+    if high_us <= 0 or low_us == inf or low_us <= _STEEP * high_us:
+        return 1
+    return min(_MOST_PARTS, ceil(log(low_us / high_us) / log(_EVEN)))

@@ -78,16 +78,20 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
 
 
 def filling(sizes: Mapping[str, int], held: Mapping[str, int]) -> Fill:
-    """Returns what moves homes to the device together, as many as the room that is left holds: spread evenly over the step, or
-    those that the next step reads first. For the others see ``rooms``."""
+    """Returns what moves homes to the device together, as many as the room that is left holds, of each size as large a share:
+    spread evenly over the step, or those that the next step reads first. For the others see ``rooms``."""
 
     def fill(plan: Plan, unused: int) -> Iterator[Plan]:
-        away = [home for home, tier in zip(sizes, plan.tiers(sizes), strict=True) if tier == "host"]
-        count = unused * len(away) // max(1, sum(held[home] for home in away))
-        if 1 < count < len(away):
-            spread = [away[(2 * i + 1) * len(away) // (2 * count)] for i in range(count)]
-            for homes in (spread, away[:count]):
-                yield plan.with_decisions([Decision("params", home, "device", sizes[home], _WHY_FILLED) for home in homes])
+        alike: dict[int, list[str]] = {}
+        for home, tier in zip(sizes, plan.tiers(sizes), strict=True):
+            if tier == "host":
+                alike.setdefault(sizes[home], []).append(home)
+        share = unused / max(1, sum(held[home] for homes in alike.values() for home in homes))
+        counted = [(homes, int(share * len(homes))) for homes in alike.values()] if 0 < share < 1 else []
+        if sum(count for _, count in counted) > 1:
+            spread = [homes[(2 * i + 1) * len(homes) // (2 * count)] for homes, count in counted for i in range(count)]
+            for chosen in (spread, [home for homes, count in counted for home in homes[:count]]):
+                yield plan.with_decisions([Decision("params", home, "device", sizes[home], _WHY_FILLED) for home in chosen])
 
     return fill
 
