@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from math import inf
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,8 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.climbs import climb as climb_module
-from mtcompile.passes.planning.climbs.limits import limits_in_between
+from mtcompile.passes.planning.climbs.climb import Climbs
+from mtcompile.passes.planning.climbs.limits import limits_in_between, parts_of
 from mtcompile.passes.planning.problem import PlanningProblem
 from tests.passes.planning.drawn_plans import MACHINES, WAYS, crossing
 
@@ -50,3 +53,19 @@ def test_more_memory_between_two_limits_is_used_and_never_slower(monkeypatch: py
     monkeypatch.setattr(climb_module, "limits_in_between", lambda limits, highest: {})
     without = times_us(rising)
     assert all(after <= before for after, before in zip(times, without, strict=True)) and times != without
+
+
+def test_limits_are_finer_where_the_bound_falls_steeply_and_the_same_whatever_was_asked_before() -> None:
+    assert [parts_of(1000.0, 1000.0), parts_of(1020.0, 1000.0), parts_of(inf, 1000.0), parts_of(0.0, 0.0)] == [1, 1, 1, 1]
+    assert parts_of(1070.0, 1000.0) == 5 and parts_of(5000.0, 1000.0) == 8
+    ways: Any = None
+
+    def climbs() -> Climbs:
+        bounds = {1000: 1070.0, 2000: 1000.0, 3000: 990.0}
+        return Climbs([], [1000, 2000], {3000: 2000}, ways, lambda plan: plan, lambda device, host: bounds[device], ways)
+
+    finer = [1800, 1600, 1400, 1200, 1000]
+    once = climbs()
+    assert list(once._falling(1500)) == finer[2:] and list(once._falling(2999)) == [2000, *finer]
+    assert list(climbs()._falling(2999)) == [2000, *finer] and list(climbs()._falling(None)) == [3000, 2000, *finer]
+    assert list(once._falling(999)) == [] and once._following[1800] == 1600 and once._following[1200] == 1000
