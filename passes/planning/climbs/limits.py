@@ -13,7 +13,7 @@ _CLIMBS, _SHARES = 16, 25  # peaks up to which plans are improved, of how many
 _FINER = 4  # times as many shares for small steps, whose homes may be as large as one of these
 _NEAR_FLOOR = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2)  # of the lowest peak: where little room makes plans much faster
 _APART, _PARTS = 0.01, 4  # between two limits: how far apart others are at least, as a share, and how many parts they make
-_STEEP, _EVEN, _MOST_PARTS = 1.03, 1.015, 8  # times the bound at the next limit: where others are between, how near; at most
+_STEEP, _EVEN, _MOST_PARTS = 1.06, 1.015, 8  # times the bound at the next limit: where others are between, how near; at most
 
 
 class Limits(NamedTuple):

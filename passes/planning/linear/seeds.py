@@ -223,7 +223,8 @@ class Rounding:
         order = {home: float(place) for place, home in enumerate(on_host)}
         staying = _chosen(on_host, sizes, order if latest_stay else on_host)
         decisions += [Decision("fetch", home, "keep", sizes[home], _WHY) for home in on_host if home in staying]
-        if relaxed.choices.again:  # what a call makes again waits for the backward where it is
+        if any(values[again] > 0.0 for again in relaxed.choices.again.values()):
+            # What a call makes again waits for the backward where it is.
             decisions.append(Decision("activation", "*", "device", 0, _WHY))
         for members in self._alike:
             totals: dict[Option, float] = defaultdict(float)
