@@ -99,7 +99,7 @@ def planned_form(request: ForecastRequest, forms: StepForms) -> tuple[SizedStep,
 
 @dataclass(frozen=True, slots=True)
 class _Forms:
-    """See ``compare.Forms``."""
+    """See ``cuts.forms.Forms``."""
 
     request: ForecastRequest
     known: StepForms
