@@ -46,11 +46,28 @@ def leanest_within(
             def filled(count: int, lean: Plan = lean, order: Sequence[str] = order) -> Plan:
                 return evaluate(_with_on_device(lean, order[:count], sizes))
 
-            counts, most = range(len(order) + 1), len(order)
-            if device is not None:
-                most = bisect_right(counts, device, key=lambda count: filled(count).peak_bytes["device"]) - 1
-            if most >= 0:
-                yield filled(most)
+            none, every = filled(0), filled(len(order))
+            if device is None or every.peak_bytes["device"] <= device:
+                yield every
+            elif none.peak_bytes["device"] <= device:
+                held = [0, *itertools.accumulate(sizes[home] for home in order)]
+                yield _fullest(device, none, every, held, filled)
+
+
+def _fullest(device: int, none: Plan, every: Plan, held: Sequence[int], filled: Callable[[int], Plan]) -> Plan:
+    """Returns the plan with as many homes on the device as its bytes have room for. ``none``, ``every``: those with none and
+    with all of them; ``filled``: gives that with so many; ``held``: the bytes of so many, with which peaks grow."""
+    low, high, within, above = 0, len(held) - 1, none, every
+    while high - low > 1:
+        room, more = device - within.peak_bytes["device"], above.peak_bytes["device"] - within.peak_bytes["device"]
+        near = bisect_right(held, held[low] + (held[high] - held[low]) * room / more) - 1
+        apart = max(1, (high - low) // 8)  # as far from both ends, should peaks grow otherwise
+        count = min(max(near, low + apart), high - apart)
+        if (plan := filled(count)).peak_bytes["device"] <= device:
+            low, within = count, plan
+        else:
+            high, above = count, plan
+    return within
 
 
 def _with_on_device(plan: Plan, homes: Collection[str], sizes: Mapping[str, int]) -> Plan:

@@ -37,7 +37,8 @@ class Choices:
     bytes by variable that it saves on the device (``saved``), that leave it and wait there (``leaving``), and that its backward
     gets back from the host (``back``); ``waiting``: of what left blocks before it and waits on the device, what no backward
     behind its own reads; ``given``: that its backward reads of what left other blocks and did not wait on the device, and
-    ``given_first``: what of this no block behind it reads. ``repeated``: the µs of making again what leaves a block, each."""
+    ``given_first``: what of this no block behind it reads. ``repeated``: the µs of making again what leaves a block, each.
+    ``variables``: of a block, all of these, in the same order for equal blocks."""
 
     options: dict[int, list[tuple[Option, int]]] = field(default_factory=dict)
     crossing: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
@@ -49,6 +50,7 @@ class Choices:
     given: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     given_first: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     repeated: list[int] = field(default_factory=list)
+    variables: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,16 @@ def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms
     hulls: dict[tuple[object, ...], tuple[Variant, ...]] = {}
     shared: dict[tuple[Variant, str], Option] = {}
     for block in blocks:
+        first = len(terms.program.upper)
         _place_saved(problem, block, terms, choices, operands[block.index], hulls, shared)
         _fetch_again(problem, block, terms, operands[block.index])
         _cast_again(problem, block, terms, operands[block.index])
+        choices.variables[block.index] += range(first, len(terms.program.upper))
     making = _Making(bounds, calls)
     for block in blocks:
+        first = len(terms.program.upper)
         _place_crossing(problem, block, blocks, terms, choices, operands, making)
+        choices.variables[block.index] += range(first, len(terms.program.upper))
     for block in blocks:
         _keep_no_more(problem.step, block, terms, choices, operands[block.index])
     return choices

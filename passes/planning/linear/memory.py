@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -79,9 +79,11 @@ def hold_memory(
     waits: Waits,
     counted: Counted,
     gaps: Sequence[Gap] = (),
+    ends: Collection[int] | None = None,
 ) -> None:
     """The rows that say what memory holds at each block's forward and backward: what waits then, what it reads and makes, and
-    what is on its way: weights, saved values and gradients of the blocks near by."""
+    what is on its way: weights, saved values and gradients of the blocks near by. ``ends``: the blocks that have rows; None:
+    all."""
     ahead = counted.ahead
     weights = {block.index: terms.by_share(terms.needs[block.region].read) for block in blocks}
     again = {index: terms.again(nbytes) for index, nbytes in weights.items()}  # fetched in the backward
@@ -99,6 +101,8 @@ def hold_memory(
     always = problem.budgets.reserve + sum(held_nbytes(problem.step, problem.budgets).values())
     for place, (block, live) in enumerate(zip(blocks, waits.live, strict=True)):
         index, back = block.index, choices.back
+        if ends is not None and index not in ends:
+            continue
         before, after = blocks[max(0, place - ahead) : place], blocks[place + 1 : place + 1 + ahead]
         beside, whole = _beside(problem, backward[index])
         near = [nbytes[other.index] for other in before for nbytes in (again, back)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import numpy
 from mtcompile.passes.planning.linear.solver import Solution, Solver, matrix_of, solver
 
 _GIB = 1 << 30
+Equation = tuple[dict[int, float], float]  # the sum of its terms, and what it is
 Work = tuple[Mapping[int, float], float]  # µs per unit of each variable, and constant µs
 
 
@@ -39,28 +41,30 @@ class Row:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
     """The program as a solver takes it, made once for all budgets: equations first, then the ``rows``; ``limits`` of both, to
-    which the places ``of_tier`` add a budget in GiB; the lowest and the highest value of each variable. ``start``: the basis
-    of its solution without budgets."""
+    which the places ``of_tier`` add a budget in GiB; the lowest and the highest value of each column. ``columns``: by variable,
+    its column; -1 where it has none. ``start``: the basis of the solution without budgets."""
 
     solver: Solver
     rows: Sequence[Row]
     limits: Any
     of_tier: Mapping[str, Sequence[int]]
     bounds: Any
+    columns: Any
     start: Any
 
 
 @dataclass(slots=True)
 class Program:
     """Minimize the first variable, so that every row's sum is at most its limit. Variables are at least zero but for those
-    that are ``signed``. ``held``: rows of memory, by what they count (see ``relaxation``); all others are the same for all of
-    these."""
+    that are ``signed``, the sums. ``held``: rows of memory, by what they count (see ``relaxation``); all others are the same
+    for all of these. ``alike``: variables that have the same value as another one, by that one."""
 
     upper: list[float | None] = field(default_factory=lambda: [None])
     signed: list[int] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    equal: list[tuple[dict[int, float], float]] = field(default_factory=list)
+    equal: list[Equation] = field(default_factory=list)
     held: dict[Counted, list[Row]] = field(default_factory=lambda: defaultdict(list))
+    alike: dict[int, list[int]] = field(default_factory=dict)
     _prepared: dict[tuple[Counted, tuple[str, ...]], _Prepared] = field(default_factory=dict)
 
     def variable(self, upper: float | None = 1.0) -> int:
@@ -99,15 +103,21 @@ class Program:
     ) -> tuple[Solution, Sequence[Row]]:
         """Solves the program without the rows of tiers that have no budget, with some variables ``fixed``. ``like``: a solution
         for the same tiers, of which the same is counted, to begin at. Returns the solution and the rows, whose prices are its
-        last ones. Raises Infeasible. No variable and no row may be added any more."""
+        last ones; where variables are alike, rows that say the same are one, and sums may be missing (0). Raises Infeasible. No
+        variable and no row may be added any more."""
         prepared, limits = self._within(budgets, counted)
         bounds = prepared.bounds.copy()
         for variable, value in fixed.items():
-            bounds[variable] = value
+            bounds[prepared.columns[variable]] = value
+        for variable, others in self.alike.items() if fixed else ():
+            members = variable, *others
+            if not fixed.keys().isdisjoint(members):  # the mean of all is the value of each
+                ends = [(fixed.get(each, 0.0), fixed.get(each, self.upper[each])) for each in members]
+                bounds[prepared.columns[variable]] = numpy.mean(ends, axis=0)
         solution = prepared.solver(limits, bounds, prepared.start if like is None else like.basis)
         if solution is None:
             raise Infeasible("expected a solution of the linear program, found none")
-        return solution, prepared.rows
+        return solution._replace(values=numpy.append(solution.values, 0.0)[prepared.columns]), prepared.rows
 
     def whole(
         self, budgets: Mapping[str, int | None], counted: Counted, variables: Sequence[int]
@@ -131,22 +141,67 @@ class Program:
         return prepared, limits
 
     def _prepare(self, rows: Sequence[Row]) -> _Prepared:
+        equal, columns = self.equal, numpy.arange(len(self.upper))
+        if self.alike:
+            equal, rows = _shortened(equal, rows, set(self.signed), self.alike)
+            columns = self._columns(equal, rows)
+        bounds = numpy.zeros((2 + max(columns), 2))  # the last one is of variables without a column
+        bounds[columns, 1] = [numpy.inf if upper is None else upper for upper in self.upper]
+        bounds[columns[self.signed], 0] = -numpy.inf
+        bounds = bounds[:-1]
         by_tier: dict[str, list[int]] = defaultdict(list)
-        for number, row in enumerate(rows, len(self.equal)):
+        for number, row in enumerate(rows, len(equal)):
             by_tier[row.tier or ""].append(number)
-        bounds = numpy.array([(0.0, numpy.inf if upper is None else upper) for upper in self.upper])
-        bounds[self.signed, 0] = -numpy.inf
-        limits = numpy.array([limit for _, limit in self.equal] + [row.limit for row in rows], dtype=float)
-        terms = [*(terms for terms, _ in self.equal), *(row.terms for row in rows)]
+        limits = numpy.array([limit for _, limit in equal] + [row.limit for row in rows], dtype=float)
+        terms = [*(terms for terms, _ in equal), *(row.terms for row in rows)]
+        by_column = [{int(columns[variable]): factor for variable, factor in each.items()} for each in terms]
         try:
-            by_highs = solver(matrix_of(terms, len(self.upper)), len(self.equal))
+            by_highs = solver(matrix_of(by_column, len(bounds)), len(equal))
         except ImportError as error:  # an installation without dependencies: plans have no certificate, and are searched for
             raise NoSolver("expected highspy or scipy") from error
         unlimited = limits.copy()
         for tier in by_tier.keys() - {""}:
             unlimited[by_tier[tier]] = numpy.inf
         first = by_highs(unlimited, bounds)
-        return _Prepared(by_highs, rows, limits, by_tier, bounds, None if first is None else first.basis)
+        return _Prepared(by_highs, rows, limits, by_tier, bounds, columns, None if first is None else first.basis)
+
+    def _columns(self, equal: Sequence[Equation], rows: Sequence[Row]) -> Any:
+        """Returns the column of every variable, that of the first one for all that are alike; -1 for sums that no row reads."""
+        read = set[int]().union(*(terms for terms, _ in equal), *(row.terms for row in rows))
+        without = set(self.signed).difference(read).union(*self.alike.values())
+        alone = [variable for variable in range(len(self.upper)) if variable not in without]
+        columns = numpy.full(len(self.upper), -1)
+        columns[alone] = numpy.arange(len(alone))
+        for variable, alike in self.alike.items():
+            columns[alike] = columns[variable]
+        return columns
+
+
+def _shortened(
+    equal: Sequence[Equation], rows: Sequence[Row], signed: Collection[int], alike: Mapping[int, Sequence[int]]
+) -> tuple[list[Equation], list[Row]]:
+    """Returns equations and rows with one variable for those that are ``alike``, each once, and without the sums, which are
+    ``signed``, that no more than one of them reads."""
+    one = {each: {variable: 1.0} for variable, others in alike.items() for each in others}
+    equal = [(written_out(terms, one), limit) for terms, limit in equal]
+    rows = [replace(row, terms=written_out(row.terms, one)) for row in rows]
+    sums = {variable: terms for terms, _ in equal if (variable := next(iter(terms))) in signed}  # each of those before it
+    others = [(terms, limit) for terms, limit in equal if next(iter(terms)) not in sums]
+    reads = Counter(itertools.chain(*(terms for terms, _ in others), *(row.terms for row in rows)))
+    for variable, terms in reversed(sums.items()):
+        if reads[variable]:
+            reads.update(terms.keys() - {variable})
+    inlined: dict[int, dict[int, float]] = {}
+    for variable, terms in sums.items():
+        total = written_out({v: factor for v, factor in terms.items() if v != variable}, inlined)
+        if reads[variable] < 2:
+            inlined[variable] = total
+        else:
+            others.append(({variable: -1.0} | total, 0.0))
+    others = [(written_out(terms, inlined), limit) for terms, limit in others]
+    rows = [replace(row, terms=written_out(row.terms, inlined)) for row in rows]
+    unique = {(*sorted(row.terms.items()), row.limit, row.tier): row for row in rows}
+    return list({(*sorted(terms.items()), limit): (terms, limit) for terms, limit in others}.values()), list(unique.values())
 
 
 def gains_us(rows: Sequence[Row], values: Any, prices: Any) -> dict[str, float]:
@@ -165,6 +220,20 @@ class Infeasible(Exception):
 
 class NoSolver(Infeasible):
     """Raised where no solver is installed, whatever the problem."""
+
+
+def written_out(terms: Mapping[int, float], sums: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
+    """Returns terms in which the variables of ``sums`` are those sums."""
+    if sums.keys().isdisjoint(terms):
+        return dict(terms)
+    total: dict[int, float] = defaultdict(float)
+    for variable, factor in terms.items():
+        if (parts := sums.get(variable)) is None:
+            total[variable] += factor
+        else:
+            for part, of_part in parts.items():
+                total[part] += factor * of_part
+    return total
 
 
 def added(*parts: Mapping[int, float]) -> dict[int, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mtcompile.passes.analysis.state import trained_nbytes
 from mtcompile.passes.planning.linear.homes import HomeCost
@@ -19,8 +19,15 @@ _MOST_PLACES = 16  # blocks before and behind which work is counted
 _NEARLY_ALL = 0.9  # of the work of updates: smaller homes than those that make it up would say little
 
 
-def take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Terms, whole: bool = False) -> None:
-    """Adds the rows. ``costs``: of homes; ``whole``: with rows that bind where homes are whole."""
+def take_time(
+    problem: PlanningProblem,
+    costs: Mapping[str, HomeCost],
+    terms: Terms,
+    whole: bool = False,
+    places: Collection[int] | None = None,
+) -> None:
+    """Adds the rows. ``costs``: of homes; ``whole``: with rows that bind where homes are whole; ``places``: the blocks before
+    and behind which work is counted; None: some, spread over all."""
     step, machine, budgets = problem.step, problem.machine, problem.budgets
     program, time, span, away = terms.program, terms.time, terms.span, terms.away
     for region, needs in terms.needs.items():
@@ -58,7 +65,7 @@ def take_time(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Te
             program.takes(until, {"disk": _sum(terms.work("drive", "backward"), *read)}, contention)
     first = max((region.meta["block"] for region in terms.of_phase("backward")), default=0)
     turn = terms.work("h2d", "backward", first)[0]  # what compute waits for at the start of the backward
-    places = _places(terms)
+    places = _places(terms) if places is None else sorted(places)
     for (queue, phase), place in itertools.product(list(terms.loads), reversed(places)):  # each sum has that of the next place
         terms.work(queue, phase, place + 1)
         terms.work(queue, phase, place)

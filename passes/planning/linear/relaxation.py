@@ -7,6 +7,7 @@ whole decisions, it is a plan to start from.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,11 +18,12 @@ from typing import NamedTuple, Protocol
 
 from mtcompile.passes.analysis.state import held_nbytes, on_disk_nbytes, trained_nbytes
 from mtcompile.passes.plan import Certificate
-from mtcompile.passes.planning.ladders import Block
+from mtcompile.passes.planning.ladders import Block, blocks_alike
 from mtcompile.passes.planning.linear.blocks import Choices, place_blocks
 from mtcompile.passes.planning.linear.exposed import Gap, gaps_between
 from mtcompile.passes.planning.linear.homes import HomeCost
 from mtcompile.passes.planning.linear.memory import Waits, hold_memory, waiting
+from mtcompile.passes.planning.linear.needs import param_homes
 from mtcompile.passes.planning.linear.program import Counted, Infeasible, Program, gains_us
 from mtcompile.passes.planning.linear.queues import take_time
 from mtcompile.passes.planning.linear.solver import Solution
@@ -34,6 +36,7 @@ _COUNTED = Counted()  # where the optimum is a bound
 _Bound = tuple[float, dict[str, float]]  # and its ``gains_us``
 _FAR = 1.02  # times its bound: then a plan's bound is worth a closer look
 _MOST_WHOLE, _NEARLY_ALL = 24, 0.99  # homes that may be whole: of more, one matters little; and their share of all bytes
+_GROUPS = 8  # of equal blocks that decide alike, at most, where no bound is wanted
 _FASTER = 0.999  # of the µs: less is not worth a search
 
 
@@ -101,9 +104,9 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
             return known[key][0]
         if (bounds := not ahead) not in built:
             built[bounds] = _build(problem, blocks, costs, bounds)
-        terms, choices, gaps, waits = built[bounds]
+        terms, choices, gaps, waits, ends = built[bounds]
         if counted not in terms.program.held:
-            hold_memory(problem, blocks, terms, choices, waits, counted, gaps)
+            hold_memory(problem, blocks, terms, choices, waits, counted, gaps, ends)
         fixed = {terms.away[home]: 0.0 if resident else 1.0 for home, resident in decided.items()}
         solution, rows = terms.program.solve(limits, counted, fixed, None if like is None else like.solution)
         values: list[float] = solution.values.tolist()
@@ -129,6 +132,7 @@ class _Built(NamedTuple):
     choices: Choices
     gaps: Sequence[Gap]
     waits: Waits
+    ends: frozenset[int] | None  # of groups of blocks that decide alike
 
 
 def _build(
@@ -141,8 +145,40 @@ def _build(
     _place_homes(problem, costs, terms)
     choices = place_blocks(problem, blocks, terms, bounds)
     gaps = gaps_between(problem, costs, terms, choices) if bounds else []
-    take_time(problem, costs, terms, whole)
-    return _Built(terms, choices, gaps, waiting(problem, blocks, terms, choices))
+    ends = None if bounds or terms.on_disk else _let_decide_alike(problem, blocks, costs, terms, choices)
+    take_time(problem, costs, terms, whole, ends)
+    return _Built(terms, choices, gaps, waiting(problem, blocks, terms, choices), ends)
+
+
+def _let_decide_alike(
+    problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost], terms: Terms, choices: Choices
+) -> frozenset[int] | None:
+    """Lets groups of equal blocks that follow one another decide alike, where there are many: a program whose optimum is no
+    bound is much smaller then. Returns the first and the last block of each group: what is counted up to any other is between
+    what is up to these. None if there are no groups."""
+    groups = list[Sequence[Block]]()
+    for alike in blocks_alike(blocks):
+        count = _GROUPS if len(alike) >= 2 * _GROUPS else len(alike)
+        for group in (alike[len(alike) * i // count : len(alike) * (i + 1) // count] for i in range(count)):
+            variables = [choices.variables[block.index] for block in group]
+            homes = [_own_homes(problem, terms, block) for block in group]
+            highest = {tuple(terms.program.upper[variable] for variable in each) for each in variables}
+            costing = {tuple((held, tier, str(costs[home])) for home, held, tier in each) for each in homes}
+            if len(group) > 1 and len(highest) == len(costing) == 1:
+                of_homes = ([of[home] for home, _, _ in each for of in (terms.away, terms.staying)] for each in homes)
+                for first, *others in zip(*map(operator.add, variables, of_homes), strict=True):
+                    terms.program.alike[first] = others
+                groups.append(group)
+            else:
+                groups += [[block] for block in group]
+    return frozenset(block.index for group in groups for block in (group[0], group[-1])) if len(groups) < len(blocks) else None
+
+
+def _own_homes(problem: PlanningProblem, terms: Terms, block: Block) -> list[tuple[str, int, str | None]]:
+    """The homes that only a block reads, in its order, with their bytes and the tier on which they must be."""
+    held = held_nbytes(problem.step, problem.budgets)
+    own = dict.fromkeys(param_homes(problem.step, block.region).values())
+    return [(h, held[h], problem.fixed_homes.get(h)) for h in own if terms.blocks[h] == (block.index, block.index)]
 
 
 class Bounds:
@@ -176,7 +212,7 @@ class Bounds:
     @cached_property
     def _whole(self) -> tuple[Program, list[int]]:
         """The program with rows that bind where homes are whole, and the variables of these."""
-        terms, choices, gaps, waits = _build(self.problem, self.blocks, self.costs, True, whole=True)
+        terms, choices, gaps, waits, _ = _build(self.problem, self.blocks, self.costs, True, whole=True)
         hold_memory(self.problem, self.blocks, terms, choices, waits, _COUNTED, gaps)
         return terms.program, [terms.away[home] for home in self._largest]
 

@@ -23,6 +23,7 @@ from mtcompile.passes.planning.climbs.limits import Limits
 from mtcompile.passes.planning.evaluate import identity
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
 from mtcompile.passes.planning.ladders import waiting_less
+from mtcompile.passes.planning.linear import relaxation as relaxation_module
 from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import relaxation
@@ -31,7 +32,7 @@ from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from tests.helpers.models import make
-from tests.helpers.stacks import WIDTH, Residual
+from tests.helpers.stacks import WIDTH, Residual, stack
 from tests.helpers.tracing import trace, traced_case
 from tests.passes.planning.drawn_plans import BOUNDED, MACHINES, SLOW, WAYS, crossing, mixed, skips, varied, with_homes_on_disk
 
@@ -218,6 +219,30 @@ def test_one_program_serves_all_budgets() -> None:
         problem = replace(candidates.problem, step=crossing())
         fresh = relaxation(problem, candidates.blocks, costs)(*each).bound_us
         assert fresh == bound_us
+
+
+@pytest.mark.slow
+def test_equal_blocks_that_decide_alike_have_nearly_the_optimum_of_blocks_that_decide_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = PlanningProblem(trace(*stack(4096)).step, SLOW, Budgets(updates=Updates(run_ahead=True)))
+    candidates = Candidates(problem)
+    least, most = candidates.least().plan.peak_bytes["device"], candidates.resident.plan.peak_bytes["device"]
+    costs = home_costs(problem, candidates._streamed, candidates.resident.schedule)
+    limits = [{"device": least + (most - least) * i // 5, "host": None} for i in range(1, 5)]
+    asked = [(limit, decided, ahead) for limit in limits for decided in ({}, {"layers.2": True}) for ahead in (0, 1)]
+    optima = {}
+    for groups in (99, 2):
+        monkeypatch.setattr(relaxation_module, "_GROUPS", groups)
+        solve = relaxation(problem, candidates.blocks, costs)
+        optima[groups] = [solve(*each) for each in asked]
+    for (_, decided, ahead), alone, alike in zip(asked, optima[99], optima[2], strict=True):
+        if ahead:
+            assert alone.bound_us < alike.bound_us < 1.01 * alone.bound_us
+            assert {home: alone.resident[home] for home in decided} == decided
+            assert alike.resident["layers.2"] == alike.resident["layers.3"] >= len(decided) / 3
+        else:
+            assert alike.bound_us == alone.bound_us  # a bound is that of all plans
 
 
 @pytest.mark.slow
