@@ -30,7 +30,7 @@ from mtcompile.passes.planning.planner import may_be_resident
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
 
 _NEAR, _NEAR_LARGE = 1.02, 1.1  # of what any form could give: then others are not made of a small step, or of a large one
-_FEW_FINER = 1.1  # times what any form could give: with a bound below, a large step is not made in tiles or fragments
+_FEW_FINER = 1.15  # times what any form could give: with a bound below, a large step is not made in tiles or fragments
 _FAR = 1.05  # times what finer forms could give: with a bound above, a form waits for their short climbs
 _HOPELESS = 1.2  # times the best plan: what plans that need a little more memory take of forms that are not searched
 _ENOUGH = 1.05  # of what another form could give: in each compilation, fragments that gain less are not searched
@@ -97,13 +97,22 @@ class Comparison(Generic[S]):
         self.fitting, self.refused = list[tuple[S, Planned]](), list[tuple[S, DoesNotFit]]()
         self._unlikely, self._considered, self._fewest = list[S](), dict[int, S](), dict[int, int]()
         self.hurries, self._too_many_chunks = False, inf
-        self._coarsest = list[S]()
+        self._coarsest, self._made = list[S](), dict[int, S]()
         self._waiting, self._left_out = list[S](), list[S]()
 
     @property
     def best(self) -> tuple[S, Planned] | None:
         """The fastest form so far, with its plan."""
         return min(self.fitting, key=lambda each: each[1].plan.total_us, default=None)
+
+    def told(self) -> tuple[S, Planned] | None:
+        """Returns ``best``, whose certificate tells of the other forms that were made, too, as far as plans of them may fit."""
+        if (best := self.best) is None or (certificate := best[1].plan.certificate) is None:
+            return best
+        others = [form for form in self._made.values() if form is not best[0]]
+        bounds = [us for form in others if (us := form.candidates.bound_us(*self._device_and_host)) < inf]
+        certificate = replace(certificate, other_cuts=len(bounds), other_bound_us=min(bounds, default=0.0))
+        return best[0], replace(best[1], plan=replace(best[1].plan, certificate=certificate))
 
     @property
     def refusal(self) -> tuple[S, DoesNotFit]:
@@ -115,8 +124,7 @@ class Comparison(Generic[S]):
         """The form with the fastest plan so far, and its µs: found by a search, or by short climbs where a search follows."""
         searched = [(planned.plan.total_us, planned.plan.total_us, form) for form, planned in self.fitting]
         waiting = [(self._likely_us(form), self._climbed_us(form), form) for form in self._waiting]
-        _, us, form = min(searched + waiting, key=lambda each: each[0], default=(0.0, 0.0, None))
-        return None if form is None else (us, form)
+        return min(searched + waiting, key=lambda each: each[0])[1:] if searched or waiting else None
 
     @property
     def is_near(self) -> bool:
@@ -124,9 +132,8 @@ class Comparison(Generic[S]):
         if (lead := self.lead) is None:
             return False
         us, form = lead
-        if self.forms.limits.disk is not None:  # other forms only where the first does not fit
-            return True
-        if (best := self.best) is not None and best[1].plan.all_resident:
+        all_resident = any(planned.plan.all_resident for each, planned in self.fitting if each is form)
+        if all_resident or self.forms.limits.disk is not None:  # with a disk, only where the first does not fit
             return True
         us, least_us = self._likely_us(form) if form in self._waiting else us, min(map(self._finer_us, self._coarsest))
         if self._goes_by_bounds(form) and least_us > PROMISE * form.candidates.bound_us(*self._device_and_host):
@@ -163,6 +170,7 @@ class Comparison(Generic[S]):
         """Compares some forms. ``kinds``: that take all rows of embeddings and few: the coarsest form of each, and chains of
         finer and finer ones, each of which takes longer than the one before if memory does not matter."""
         coarsest = [form for form, _ in kinds]
+        self._made |= {id(form): form for form in coarsest}
         if len(coarsest) > 1 and all(map(self._can_wait, coarsest)):
             less = [form for form in coarsest if self._promises_less(form, coarsest)]
             self._coarsest, self._left_out = self._coarsest + less, self._left_out + less
@@ -189,6 +197,7 @@ class Comparison(Generic[S]):
         """Compares a chain of finer and finer forms. Tells whether others could fit."""
         leanest, before_us = inf, inf
         for form in chain:
+            self._made[id(form)] = form
             if (lead := self.lead) is not None:
                 if least_us(form.candidates) >= lead[0]:
                     break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,8 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts import compare
 from mtcompile.passes.cuts.compare import Comparison
 from mtcompile.passes.cuts.form import Allowed, Form
-from mtcompile.passes.planning.problem import DoesNotFit
+from mtcompile.passes.plan import Certificate, Plan
+from mtcompile.passes.planning.problem import DoesNotFit, Planned
 
 FASTEST_US = 50.0  # of any form, with everything on the device
 
@@ -240,3 +241,24 @@ def test_with_a_disk_only_the_likely_kind_is_searched(monkeypatch: pytest.Monkey
     kinds = few(80, 130, 130), chunks(1, 90, 120, 120)
     assert searched_kinds(monkeypatch, *kinds, limits=Budgets(1, None, 0)) == ["all"]
     assert searched_kinds(monkeypatch, *kinds, limits=Budgets(1, 1, 0, disk=1)) == ["few"]
+
+
+# ------------------------------------------------------------------------------------------------------- what is told of all
+
+
+@pytest.mark.parametrize(
+    ("finer", "others"),
+    [([chunks(4, 90), chunks(16, 95)], (2, 90.0)), ([chunks(4, inf)], (0, 0.0)), ([], (0, 0.0))],
+    ids=["some", "none that fits", "none"],
+)
+def test_a_certificate_tells_of_the_other_forms_that_were_made(
+    finer: Sequence[Made], others: tuple[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Comparison, "is_near", False)
+    plan = Plan(step_time_us=120.0, certificate=Certificate(100.0, {"link": 7.0}))
+    find: Any = lambda form: Planned(plan, None, None) if form.form.chunks == 1 else planned_in(130.0)  # noqa: E731
+    first = chunks(1, 100, climbed_us=110)
+    told = run(monkeypatch, Budgets(1, None, 0), find, [(first, (first, *finer))]).told()
+    assert told is not None and told[0] is first
+    assert told[1].plan == replace(plan, certificate=Certificate(100.0, {"link": 7.0}, *others))
+    assert ("nor, in any of the 2 other cuts compared, than 0.09 ms" in str(told[1].plan.certificate)) == (others[0] > 0)
