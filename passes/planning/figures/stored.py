@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, fields, replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Any
 
 from mtcompile.passes.plan import Decision, Decisions, Plan, Updates, checked
@@ -36,7 +37,7 @@ def searched_to_json(points: Sequence[Point], climbs: Mapping[Limits, Plan], lad
 
     of_points = [[numbers.get(id(point.ladder)), point.position, *row(point.plan)] for point in points]
     of_climbs = [[*limits, *row(plan)] for limits, plan in climbs.items()]
-    return json.dumps([[astuple(decision) for decision in decisions], list(orders), of_points, of_climbs])
+    return json.dumps([[*map(attrgetter(*_DECISION), decisions)], list(orders), of_points, of_climbs])
 
 
 def searched_from_json(text: str, base: Plan, ladders: Sequence[Ladder]) -> tuple[list[Point], dict[Limits, Plan]]:

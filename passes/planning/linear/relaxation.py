@@ -7,7 +7,6 @@ whole decisions, it is a plan to start from.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -156,29 +155,24 @@ def _let_decide_alike(
     """Lets groups of equal blocks that follow one another decide alike, where there are many: a program whose optimum is no
     bound is much smaller then. Returns the first and the last block of each group: what is counted up to any other is between
     what is up to these. None if there are no groups."""
-    groups = list[Sequence[Block]]()
+    held, groups, upper = held_nbytes(problem.step, problem.budgets), list[Sequence[Block]](), terms.program.upper
     for alike in blocks_alike(blocks):
         count = _GROUPS if len(alike) >= 2 * _GROUPS else len(alike)
         for group in (alike[len(alike) * i // count : len(alike) * (i + 1) // count] for i in range(count)):
-            variables = [choices.variables[block.index] for block in group]
-            homes = [_own_homes(problem, terms, block) for block in group]
-            highest = {tuple(terms.program.upper[variable] for variable in each) for each in variables}
-            costing = {tuple((held, tier, str(costs[home])) for home, held, tier in each) for each in homes}
-            if len(group) > 1 and len(highest) == len(costing) == 1:
-                of_homes = ([of[home] for home, _, _ in each for of in (terms.away, terms.staying)] for each in homes)
-                for first, *others in zip(*map(operator.add, variables, of_homes), strict=True):
-                    terms.program.alike[first] = others
+            decided, kinds = list[list[int]](), set[object]()
+            for block in group:
+                homes = dict.fromkeys(param_homes(problem.step, block.region).values())
+                own = [home for home in homes if terms.blocks[home] == (block.index, block.index)]
+                of_homes = [variable for home in own for variable in (terms.away[home], terms.staying[home])]
+                decided.append(choices.variables[block.index] + of_homes)
+                about = [(held[home], problem.fixed_homes.get(home), str(costs[home])) for home in own]
+                kinds.add((*about, *(upper[variable] for variable in decided[-1])))
+            if len(group) > 1 and len(kinds) == 1:
+                terms.program.alike |= {first: others for first, *others in zip(*decided, strict=True)}
                 groups.append(group)
             else:
                 groups += [[block] for block in group]
     return frozenset(block.index for group in groups for block in (group[0], group[-1])) if len(groups) < len(blocks) else None
-
-
-def _own_homes(problem: PlanningProblem, terms: Terms, block: Block) -> list[tuple[str, int, str | None]]:
-    """The homes that only a block reads, in its order, with their bytes and the tier on which they must be."""
-    held = held_nbytes(problem.step, problem.budgets)
-    own = dict.fromkeys(param_homes(problem.step, block.region).values())
-    return [(h, held[h], problem.fixed_homes.get(h)) for h in own if terms.blocks[h] == (block.index, block.index)]
 
 
 class Bounds:
