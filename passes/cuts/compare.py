@@ -135,7 +135,7 @@ class Comparison(Generic[S]):
         all_resident = any(planned.plan.all_resident for each, planned in self.fitting if each is form)
         if all_resident or self.forms.limits.disk is not None:  # with a disk, only where the first does not fit
             return True
-        us, least_us = self._likely_us(form) if form in self._waiting else us, min(map(self._finer_us, self._coarsest))
+        least_us = min(map(self._finer_us, self._coarsest))
         if self._goes_by_bounds(form) and least_us > PROMISE * form.candidates.bound_us(*self._device_and_host):
             return True
         return us <= (_NEAR if is_small(form.candidates) else _NEAR_LARGE) * least_us

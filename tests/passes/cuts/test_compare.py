@@ -130,6 +130,20 @@ def test_a_form_is_searched_at_once_if_finer_ones_could_hardly_be_faster(monkeyp
     assert searched(monkeypatch, chunks(1, 100, 112, 125, finer_us=94), faster) == [4]
 
 
+@pytest.mark.parametrize(("climbed_us", "order"), [(104, [1]), (105, [4])])
+def test_no_other_form_is_made_where_short_climbs_are_near_what_any_could_give(
+    climbed_us: float, order: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, finer, found = chunks(1, 100, 103, climbed_us, finer_us=95), iter([chunks(4, 96, 98, 99)]), list[int]()
+
+    def find(form: Made) -> Any:
+        found.append(form.form.chunks)
+        return planned_in(form.time_us)
+
+    run(monkeypatch, Budgets(1, None, 0), find, [(first, finer)])
+    assert found == order and len([*finer]) == (order == [1])
+
+
 @pytest.mark.parametrize(("bound_us", "seen"), [(94, 0), (104, 3)])
 def test_no_tiles_are_made_where_the_best_bound_is_near_what_they_could_give(
     bound_us: float, seen: int, monkeypatch: pytest.MonkeyPatch
