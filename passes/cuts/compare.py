@@ -35,6 +35,7 @@ _FAR = 1.05  # times what finer forms could give: with a bound above, a form wai
 _HOPELESS = 1.2  # times the best plan: what plans that need a little more memory take of forms that are not searched
 _ENOUGH = 1.05  # of what another form could give: in each compilation, fragments that gain less are not searched
 _TO_BOUND = 1 / 3  # of the way from what short climbs find to the bound: what forms are compared by
+_TIED = 1.003  # times what another form is likely to take: one that promises more is searched, too
 _CLOSE = 1.05  # times what short climbs take with all rows, or with few: finer forms of the other are compared too
 
 
@@ -314,7 +315,7 @@ class Comparison(Generic[S]):
             return False
         return not self._is_compared_by_climbs(form) or not self._is_hopeless(form, _HOPELESS * us)
 
-    def _is_likely_slower(self, form: S, best: S, times: float = 1.0) -> bool:
+    def _is_likely_slower(self, form: S, best: S, times: float) -> bool:
         """Tells whether short climbs of a form take longer than some ``times`` those of another."""
         return times * self._likely_us(best) < self._likely_us(form) < inf
 
@@ -359,14 +360,13 @@ class Comparison(Generic[S]):
         return self.forms.limits.host is None and not fits(form.candidates.resident.plan, self.forms.limits)
 
     def plan_waiting(self) -> None:
-        """Plans the forms that wait: the one whose short climbs are fastest and, where these say nothing, others. If none of
+        """Plans the forms that wait: the one that is likely the fastest and, where that is a tie or unknown, others. If none of
         them can be run, plans what was left out because of them."""
         waiting, self._waiting = sorted(self._waiting, key=self._likely_us), []
         for form in waiting:
-            best = self.best
-            if best is None or (
-                self._is_worth_a_search(form, best[1].plan.total_us, best[0]) and not self._is_likely_slower(form, best[0])
-            ):
+            if (best := self.best) is not None and self._is_likely_slower(form, best[0], _TIED):
+                continue
+            if best is None or self._is_worth_a_search(form, best[1].plan.total_us, best[0]):
                 self._attempt(form)
         for form in self._left_out if waiting and not self.fitting else ():
             self._attempt(form)

@@ -104,7 +104,8 @@ def test_of_forms_that_promise_more_only_the_one_that_is_likely_fastest_is_searc
 def test_of_forms_that_are_likely_as_fast_the_one_with_the_lowest_bound_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert searched(monkeypatch, chunks(1, 100), chunks(4, 98), chunks(16, 90)) == [16]
     assert searched(monkeypatch, chunks(1, 100), chunks(4, 95, climbed_us=122.5)) == [4]  # a third of the way to it
-    assert searched(monkeypatch, chunks(1, 100), chunks(4, 95, climbed_us=123.5)) == [1]
+    assert searched(monkeypatch, chunks(1, 100), chunks(4, 95, climbed_us=124.5)) == [1]
+    assert searched(monkeypatch, chunks(1, 100), chunks(4, 95, climbed_us=123.3)) == [1, 4]  # a tie, nearly
 
 
 def test_a_form_whose_bound_is_hardly_lower_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
