@@ -304,7 +304,8 @@ class Comparison(Generic[S]):
         """Tells whether a form may have a plan that is faster than the ``us`` of one of the ``best`` form."""
         enough, limits, alike = _ENOUGH if self.hurries else 1.0, self.forms.limits, self._takes_rows_like(form)
         if not alike:  # the coarsest that takes other rows: bounds of these say little of each other
-            enough = inf if limits.disk is not None else _NEAR
+            compares_quickly = limits.host is None or is_small(form.candidates)
+            enough = inf if limits.disk is not None else _NEAR if compares_quickly else _ENOUGH
         if not could_be_faster(form.candidates, limits, us / enough):
             return False
         if not alike:
@@ -335,9 +336,8 @@ class Comparison(Generic[S]):
 
     def _waits(self, form: S) -> bool:
         """Tells whether a form is searched when it is known which is likely to be the fastest."""
-        if not self._can_wait(form) or not self._is_compared_by_climbs(form):
-            return False
-        return bool(self._waiting) or self._likely_us(form) < inf
+        may_wait = self._can_wait(form) and self._is_compared_by_climbs(form)
+        return may_wait and (bool(self._waiting) or self._likely_us(form) < inf)
 
     def _is_compared_by_climbs(self, form: S) -> bool:
         """Tells whether short climbs say whether to search a form."""

@@ -237,8 +237,8 @@ def test_few_rows_that_promise_no_more_than_all_are_not_searched(monkeypatch: py
 
 def test_within_a_host_a_kind_that_could_hardly_be_faster_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Budgets(1, 1, 0)
-    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 108, 120, 121), limits=limits) == ["few"]
-    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 107, 120, 121), limits=limits) == ["few", "all"]
+    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 105, 120, 121), limits=limits) == ["few"]
+    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 104, 120, 121), limits=limits) == ["few", "all"]
 
 
 def test_no_finer_forms_are_made_of_a_kind_that_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
