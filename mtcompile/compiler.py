@@ -255,7 +255,7 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class _Forms:
-    """See ``compare.Forms``. ``planned``, ``errors``: what came of each that was planned."""
+    """See ``cuts.forms.Forms``. ``planned``, ``errors``: what came of each that was planned."""
 
     joint: fx.GraphModule
     step: CapturedStep

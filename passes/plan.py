@@ -152,10 +152,13 @@ class Updates:
 class Certificate:
     """A lower bound on the time of a whole step, of any plan within the budgets on this machine. ``gains_us``: about how much
     lower the bound would be with one GiB more of a tier's memory (``device memory``, ``host memory``), or with something a
-    tenth faster (``compute``, ``link``, ``host``, ``disk``); what is not there would change nothing."""
+    tenth faster (``compute``, ``link``, ``host``, ``disk``); what is not there would change nothing. ``other_cuts``: how many
+    other forms of the step were compared that have plans within the budgets; ``other_bound_us``: the lowest of their bounds."""
 
     bound_us: float
     gains_us: Mapping[str, float] = field(default_factory=dict)
+    other_cuts: int = 0
+    other_bound_us: float = 0.0
 
     def gap(self, step_time_us: float) -> float:
         """The share of the bound by which a step is longer than it."""
@@ -172,6 +175,9 @@ class Certificate:
         worth = sorted((us, name) for name, us in self.gains_us.items() if us > self.bound_us / 1000)
         gains = [f"{words[name]} -{us / 1e3:.3g} ms" for us, name in reversed(worth)]
         sentence = f"no plan within these budgets, cut as here, is faster than {self.bound_us / 1e3:.4g} ms"
+        if self.other_cuts:
+            others = "in the other cut" if self.other_cuts == 1 else f"in any of the {self.other_cuts} other cuts"
+            sentence += f", nor, {others} compared, than {self.other_bound_us / 1e3:.4g} ms"
         return sentence + (f" (with {', '.join(gains)})" if gains else "")
 
 

@@ -94,12 +94,12 @@ def planned_form(request: ForecastRequest, forms: StepForms) -> tuple[SizedStep,
     """Returns the step in the form that is fastest within the request's budgets, with its plan; where none fits, in that which
     needs least, with the refusal."""
     compared = fastest_form(_Forms(request, forms), request.allowed(forms.first.captured))
-    return compared.best or compared.refusal
+    return compared.told() or compared.refusal
 
 
 @dataclass(frozen=True, slots=True)
 class _Forms:
-    """See ``compare.Forms``."""
+    """See ``cuts.forms.Forms``."""
 
     request: ForecastRequest
     known: StepForms

@@ -1,11 +1,11 @@
 """Compares the forms of a step within a budget: of those that could be the fastest, each is planned, and no others are.
 
 A form is left out if no plan of it can be faster than the best one, by the bound of its linear program. One of a large step is
-not searched either if that bound is hardly lower than the best form's, or if a few quick plans of it are far slower; finer ones
-are not made once a bound rises. Of those that are left, the one with the fastest quick plan is searched first: most others then
-need no search. Others than the first are not made where it is so near to what any form could give that they are not worth it.
-By as much as these differences, and no more, a little more memory can be predicted to be slower: a form that is taken because
-no other fits is compared where others fit, too.
+not searched either if that bound is hardly lower than the best form's; finer ones are not made once a bound rises. Of those
+that are left, short climbs and the bounds tell which is likely to be the fastest: where they do, it alone is searched. Others
+than the first are not made where it is so near to what any form could give that they are not worth it; nor are tiles and
+fragments where the bound of the best form is. By as much as these differences, and no more, a little more memory can be
+predicted to be slower: a form that is taken because no other fits is compared where others fit, too.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Generic, Protocol, TypeVar
-
-from torch import fx
+from typing import Generic
 
 from mtcompile.passes.analysis.rows import fetched_by_rows
-from mtcompile.passes.analysis.state import Budgets, held_nbytes
+from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.cuts.bounds import PROMISE, could_be_faster, is_small, least_nbytes, least_us, promises_more
 from mtcompile.passes.cuts.form import Allowed, Form, chains_of_forms
-from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, possible_cuts
+from mtcompile.passes.cuts.forms import Forms, S
+from mtcompile.passes.cuts.fragments.cut import UNCUT, possible_cuts
 from mtcompile.passes.cuts.fragments.figures import streaming
-from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.loss_head import logits_nbytes
 from mtcompile.passes.planning.disk.spill import is_hopeless
 from mtcompile.passes.planning.frontier import fits
@@ -32,61 +30,13 @@ from mtcompile.passes.planning.planner import may_be_resident
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
 
 _NEAR, _NEAR_LARGE = 1.02, 1.1  # of what any form could give: then others are not made of a small step, or of a large one
-_HOPELESS = 1.2  # times the best plan: what quick plans of other forms take that are not searched; a search gains 1 to 7 %
+_FEW_FINER = 1.15  # times what any form could give: with a bound below, a large step is not made in tiles or fragments
+_FAR = 1.05  # times what finer forms could give: with a bound above, a form waits for their short climbs
+_HOPELESS = 1.2  # times the best plan: what plans that need a little more memory take of forms that are not searched
 _ENOUGH = 1.05  # of what another form could give: in each compilation, fragments that gain less are not searched
-_CLOSE = 1.05  # times the quick plans with all rows, or with few: the other is searched too
-
-
-class FormOfStep(Protocol):
-    """A step in one form."""
-
-    @property
-    def form(self) -> Form: ...
-
-    @property
-    def candidates(self) -> QuickCandidates: ...
-
-
-S = TypeVar("S", bound=FormOfStep)
-
-
-class Forms(Protocol[S]):
-    """The forms of one step, each made once, within limits."""
-
-    @property
-    def captured(self) -> fx.GraphModule:
-        """The joint graph before any rewrite."""
-        ...
-
-    @property
-    def limits(self) -> Budgets:
-        """The limits on plans."""
-        ...
-
-    @property
-    def first(self) -> S:
-        """The form to plan first, with all rows of embeddings."""
-        ...
-
-    def cut(self, form: Form) -> S | None:
-        """Returns the step in a form, with all rows of embeddings; None if it cannot be cut so."""
-        ...
-
-    def in_rows(self, step: S, embeddings: str) -> S | None:
-        """Returns a step in that form which takes few rows of ``embeddings``; None if it takes all."""
-        ...
-
-    def may_take_all_rows(self, step: S, rows: S) -> bool:
-        """Tells whether to plan a step that takes all rows too, beside that which takes few ``rows``."""
-        ...
-
-    def allows(self, cut: Cut) -> bool:
-        """Tells whether weights may be cut so."""
-        ...
-
-    def find(self, step: S) -> Planned | None:
-        """Returns the fastest plan of a form; None if it cannot be run. Raises DoesNotFit."""
-        ...
+_TO_BOUND = 1 / 3  # of the way from what short climbs find to the bound: what forms are compared by
+_TIED = 1.003  # times what another form is likely to take: one that promises more is searched, too
+_CLOSE = 1.05  # times what short climbs take with all rows, or with few: finer forms of the other are compared too
 
 
 def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
@@ -95,12 +45,14 @@ def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
     finer fragments than a disk could read."""
     comparison, first = Comparison(forms, allowed), forms.first
     now, last = (allowed.fragments, allowed.embeddings), (allowed.last_fragments, allowed.last_embeddings)
+    if allowed.last_embeddings != allowed.embeddings and _rows_of(forms, allowed.embeddings) == _rows_of(forms, last[1]):
+        last = allowed.last_fragments, allowed.embeddings  # so that nothing is compared twice
     for (fragments, embeddings), begins in dict.fromkeys(((now, allowed.begins), (last, allowed.begins), (last, UNCUT.begins))):
         rows = forms.in_rows(first, embeddings)
         takes_all = rows is None or forms.may_take_all_rows(first, rows)
         chains = list(chains_of_forms(allowed, first.form, possible_cuts(forms.captured, fragments, begins)[1:]))
         comparison.hurries = allowed.in_fragments or fragments != allowed.fragments
-        if comparison.fitting:  # those that differ most from what was compared: then most others need no search
+        if comparison.lead is not None:  # those that differ most from what was compared: then most others need no search
             chains.reverse()
 
         def chain(finer: list[Form], taken: str | None) -> Iterator[S]:
@@ -121,14 +73,20 @@ def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
         if not may_be_resident(replace(first.candidates.problem, budgets=forms.limits)):  # few rows are likely to be faster
             kinds.reverse()
         finer = [each for each in chains if each != [first.form]]
-        comparison.run([(coarsest, [chain(each, taken) for each in finer]) for coarsest, taken in kinds])
-        if comparison.fitting and (comparison.is_near or not allowed.compares_last):
+        comparison.compare([(coarsest, [chain(each, taken) for each in finer]) for coarsest, taken in kinds])
+        if comparison.lead is not None and (comparison.is_near or not allowed.compares_last):
             break
-        if not comparison.fitting and not comparison.could_fit():
+        if comparison.lead is None and not comparison.could_fit():
             break
+    comparison.plan_waiting()
     if not comparison.fitting:
         comparison.plan_unlikely()
     return comparison
+
+
+def _rows_of(forms: Forms[S], embeddings: str) -> frozenset[str]:
+    """Returns the embeddings of which forms take few rows."""
+    return frozenset(fetched_by_rows(forms.captured, embeddings))
 
 
 class Comparison(Generic[S]):
@@ -140,13 +98,22 @@ class Comparison(Generic[S]):
         self.fitting, self.refused = list[tuple[S, Planned]](), list[tuple[S, DoesNotFit]]()
         self._unlikely, self._considered, self._fewest = list[S](), dict[int, S](), dict[int, int]()
         self.hurries, self._too_many_chunks = False, inf
-        self._coarsest = list[S]()
-        self._waiting, self._left_out = list[tuple[float, S]](), list[S]()  # those that wait: with the µs of a quick plan
+        self._coarsest, self._made = list[S](), dict[int, S]()
+        self._waiting, self._left_out = list[S](), list[S]()
 
     @property
     def best(self) -> tuple[S, Planned] | None:
         """The fastest form so far, with its plan."""
         return min(self.fitting, key=lambda each: each[1].plan.total_us, default=None)
+
+    def told(self) -> tuple[S, Planned] | None:
+        """Returns ``best``, whose certificate tells of the other forms that were made, too, as far as plans of them may fit."""
+        if (best := self.best) is None or (certificate := best[1].plan.certificate) is None:
+            return best
+        others = [form for form in self._made.values() if form is not best[0]]
+        bounds = [us for form in others if (us := form.candidates.bound_us(*self._device_and_host)) < inf]
+        certificate = replace(certificate, other_cuts=len(bounds), other_bound_us=min(bounds, default=0.0))
+        return best[0], replace(best[1], plan=replace(best[1].plan, certificate=certificate))
 
     @property
     def refusal(self) -> tuple[S, DoesNotFit]:
@@ -154,23 +121,25 @@ class Comparison(Generic[S]):
         return min(self.refused, key=lambda each: way_to_go(each[1].tier, each[1].minimum))
 
     @property
-    def _lead(self) -> tuple[float, S] | None:
-        """The form with the fastest plan so far, and its µs: found by a search, or quickly where a search may follow."""
-        searched = [(planned.plan.total_us, form) for form, planned in self.fitting]
-        return min(searched + self._waiting, key=lambda each: each[0], default=None)
+    def lead(self) -> tuple[float, S] | None:
+        """The form with the fastest plan so far, and its µs: found by a search, or by short climbs where a search follows."""
+        searched = [(planned.plan.total_us, planned.plan.total_us, form) for form, planned in self.fitting]
+        waiting = [(self._likely_us(form), self._climbed_us(form), form) for form in self._waiting]
+        return min(searched + waiting, key=lambda each: each[0])[1:] if searched or waiting else None
 
     @property
     def is_near(self) -> bool:
         """True if no other form could be much faster than the best one."""
-        if (best := self.best) is None:
+        if (lead := self.lead) is None:
             return False
-        form, plan = best[0], best[1].plan
-        if plan.all_resident or self.forms.limits.disk is not None:  # with a disk, only where the first does not fit
+        us, form = lead
+        all_resident = any(planned.plan.all_resident for each, planned in self.fitting if each is form)
+        if all_resident or self.forms.limits.disk is not None:  # with a disk, only where the first does not fit
             return True
-        least_us = min(self._finer_us(coarsest) for coarsest in self._coarsest)
+        least_us = min(map(self._finer_us, self._coarsest))
         if self._goes_by_bounds(form) and least_us > PROMISE * form.candidates.bound_us(*self._device_and_host):
             return True
-        return plan.total_us <= (_NEAR if is_small(form.candidates) else _NEAR_LARGE) * least_us
+        return us <= (_NEAR if is_small(form.candidates) else _NEAR_LARGE) * least_us
 
     def _finer_us(self, form: S) -> float:
         """Returns the µs of the fastest plan that could be of a form and of all finer ones: as if what a block's work needs
@@ -187,7 +156,7 @@ class Comparison(Generic[S]):
     @functools.cached_property
     def _may_be_in_rows(self) -> frozenset[str]:
         """The embeddings of which some form takes few rows."""
-        return frozenset(fetched_by_rows(self.forms.captured, self.allowed.last_embeddings))
+        return _rows_of(self.forms, self.allowed.last_embeddings)
 
     @property
     def _device_and_host(self) -> tuple[int | None, int | None]:
@@ -198,47 +167,78 @@ class Comparison(Generic[S]):
         """True if there is nothing to compare a form with."""
         return self.allowed.alone and not self.fitting
 
-    def run(self, kinds: Sequence[tuple[S, Iterable[Iterable[S]]]]) -> None:
+    def compare(self, kinds: Sequence[tuple[S, Iterable[Iterable[S]]]]) -> None:
         """Compares some forms. ``kinds``: that take all rows of embeddings and few: the coarsest form of each, and chains of
         finer and finer ones, each of which takes longer than the one before if memory does not matter."""
-        self._compare(kinds)
-        self._plan_waiting()
-
-    def _compare(self, kinds: Sequence[tuple[S, Iterable[Iterable[S]]]]) -> None:
         coarsest = [form for form, _ in kinds]
+        self._made |= {id(form): form for form in coarsest}
         if len(coarsest) > 1 and all(map(self._can_wait, coarsest)):
-            coarsest.sort(key=self._any_quick_us)
+            less = [form for form in coarsest if self._promises_less(form, coarsest)]
+            self._coarsest, self._left_out = self._coarsest + less, self._left_out + less
+            coarsest = [form for form in coarsest if form not in less]
+        if len(coarsest) > 1 and all(map(self._can_wait, coarsest)):
+            coarsest.sort(key=self._likely_us)
         for form in coarsest:  # how good its plan is says which others to make
             self._coarsest.append(form)
-            self._consider(form, may_wait=False)
+            self._consider(form, may_wait=len(coarsest) > 1 or self._is_far(form))
             if (best := self.best) is not None and best[1].plan.all_resident:
                 if not self.allowed.in_fragments or not streaming(best[1].schedule).staging_nbytes:
                     return
-            if self._lead is None and not self.could_fit():
+            if self.lead is None and not self.could_fit():
                 return
         if self.is_near and not self.allowed.in_fragments:
             return
         left_out = {id(form) for form in self._left_out}
-        for chain in (chain for form, chains in kinds if id(form) not in left_out for chain in chains):
-            leanest, before_us = inf, inf
-            for form in chain:
-                if (lead := self._lead) is not None:
-                    if least_us(form.candidates) >= lead[0]:
-                        break
-                    bound_us = form.candidates.bound_us(*self._device_and_host)
-                    if self._goes_by_bounds(form) and before_us < bound_us < inf:  # what finer forms spare is worth less
-                        if form.form == Form(form.form.chunks):
-                            self._too_many_chunks = min(self._too_many_chunks, form.form.chunks)
-                        break
-                    before_us = bound_us
-                if lead is None and self._host_is_too_small():
+        for form, chains in kinds:
+            for number, chain in enumerate(chains if id(form) not in left_out else ()):
+                if not (number and self._gains_little_from_finer()) and not self._compare_finer(chain):
                     return
-                if lead is None and not self._alone and not self._may_fit(form):
-                    nbytes = self._least_nbytes(form)
-                    if nbytes >= leanest and form.form.cut == UNCUT:  # more chunks or tiles need no less
-                        break
-                    leanest = min(leanest, nbytes)
-                self._consider(form, may_wait=True)
+
+    def _compare_finer(self, chain: Iterable[S]) -> bool:
+        """Compares a chain of finer and finer forms. Tells whether others could fit."""
+        leanest, before_us = inf, inf
+        for form in chain:
+            self._made[id(form)] = form
+            if (lead := self.lead) is not None:
+                if least_us(form.candidates) >= lead[0]:
+                    break
+                bound_us = form.candidates.bound_us(*self._device_and_host)
+                if self._goes_by_bounds(form) and before_us < bound_us < inf:  # what finer forms spare is worth less
+                    if form.form == Form(form.form.chunks):
+                        self._too_many_chunks = min(self._too_many_chunks, form.form.chunks)
+                    break
+                before_us = bound_us
+            if lead is None and self._host_is_too_small():
+                return False
+            if lead is None and not self._alone and not self._may_fit(form):
+                nbytes = self._least_nbytes(form)
+                if nbytes >= leanest and form.form.cut == UNCUT:  # more chunks or tiles need no less
+                    break
+                leanest = min(leanest, nbytes)
+            self._consider(form, may_wait=True)
+        return True
+
+    def _promises_less(self, rows: S, coarsest: Sequence[S]) -> bool:
+        """Tells whether a form that takes few rows, and goes by bounds, promises no more than one that takes all: to take rows
+        takes time, and its bound leaves out some of that."""
+        if not self._goes_by_bounds(rows) or not rows.candidates.problem.step.meta["rows"]:
+            return False
+        limits, others = self.forms.limits, [form for form in coarsest if not form.candidates.problem.step.meta["rows"]]
+        return any(not promises_more(rows.candidates, limits, form.candidates) for form in others)
+
+    def _is_far(self, form: S) -> bool:
+        """Tells whether finer forms could be much faster than a form that goes by bounds and may wait."""
+        if not self._goes_by_bounds(form) or not self._can_wait(form):
+            return False
+        return form.candidates.bound_us(*self._device_and_host) > _FAR * self._finer_us(form)
+
+    def _gains_little_from_finer(self) -> bool:
+        """Tells whether tiles and fragments, which take long to make of a large step, could make it little faster."""
+        if (lead := self.lead) is None or not self._goes_by_bounds(lead[1]):
+            return False
+        limits = self._device_and_host
+        least_us = min(form.candidates.bound_us(*limits, inside=False) for form in self._coarsest)
+        return lead[1].candidates.bound_us(*limits) <= _FEW_FINER * least_us
 
     def could_fit(self) -> bool:
         """Tells whether other forms could fit: not if the disk is too slow or too small, or if the host has no room for what it
@@ -288,15 +288,15 @@ class Comparison(Generic[S]):
         if id(form) in self._considered:
             return
         self._considered[id(form)] = form
-        lead = self._lead
+        lead = self.lead
         if lead is None and self._must_fit(form) and not self._may_fit(form):
             self._unlikely.append(form)
         elif lead is not None and not self._is_worth_a_search(form, *lead):
             self._left_out.append(form)
         elif not self.forms.allows(form.form.cut):  # not asked before: it takes products on the device
             return
-        elif may_wait and self._can_wait(form) and ((quick_us := self._quick_us(form)) < inf or self._waiting):
-            self._waiting.append((quick_us, form))
+        elif may_wait and self._waits(form):
+            self._waiting.append(form)
         else:
             self._attempt(form)
 
@@ -304,50 +304,68 @@ class Comparison(Generic[S]):
         """Tells whether a form may have a plan that is faster than the ``us`` of one of the ``best`` form."""
         enough, limits, alike = _ENOUGH if self.hurries else 1.0, self.forms.limits, self._takes_rows_like(form)
         if not alike:  # the coarsest that takes other rows: bounds of these say little of each other
-            enough = inf if limits.disk is not None else _NEAR if is_small(form.candidates) else _ENOUGH
+            compares_quickly = limits.host is None or is_small(form.candidates)
+            enough = inf if limits.disk is not None else _NEAR if compares_quickly else _ENOUGH
         if not could_be_faster(form.candidates, limits, us / enough):
             return False
         if not alike:
-            return limits.host is not None or not _CLOSE * self._any_quick_us(best) < self._any_quick_us(form) < inf
+            return limits.host is not None or not self._is_likely_slower(form, best, _CLOSE)
         if not self._goes_by_bounds(form):
             return True
         if not promises_more(form.candidates, limits, min(alike, key=lambda each: each[0])[1].candidates):
             return False
-        return not self._is_hopeless(form, _HOPELESS * us)
+        return not self._is_compared_by_climbs(form) or not self._is_hopeless(form, _HOPELESS * us)
+
+    def _is_likely_slower(self, form: S, best: S, times: float) -> bool:
+        """Tells whether short climbs of a form take longer than some ``times`` those of another."""
+        return times * self._likely_us(best) < self._likely_us(form) < inf
 
     def _is_hopeless(self, form: S, us: float) -> bool:
-        """Tells whether quick plans of a form that goes by bounds take more than some µs: where none is within the device's
-        bytes, those that need a little more."""
-        quick_us = self._quick_us(form)
-        return us < (quick_us if quick_us < inf else self._quick_us(form, above=True)) < inf
+        """Tells whether short climbs of a form take more than some µs, or, where no plan of these is within the device's bytes,
+        plans that need a little more."""
+        if (climbed_us := self._climbed_us(form)) < inf or self.forms.limits.device is None:
+            return us < climbed_us < inf
+        return us < form.candidates.above_us(self.forms.limits.device) < inf
 
     def _takes_rows_like(self, form: S) -> list[tuple[float, S]]:
         """Returns the forms with plans, and their µs, that take few rows of the same embeddings as a form does."""
         rows = form.candidates.problem.step.meta["rows"].keys()
-        planned = [(planned.plan.total_us, each) for each, planned in self.fitting] + self._waiting
+        planned = [(planned.plan.total_us, each) for each, planned in self.fitting]
+        planned += [(self._likely_us(each), each) for each in self._waiting]
         return [one for one in planned if one[1].candidates.problem.step.meta["rows"].keys() == rows]
 
-    def _quick_us(self, form: S, above: bool = False) -> float:
-        """Returns the µs of a quick plan of a form that goes by bounds; infinite where that says nothing. ``above``: of one
-        that may need more of the device."""
-        return inf if self._alone or not self._goes_by_bounds(form) else self._any_quick_us(form, above)
+    def _waits(self, form: S) -> bool:
+        """Tells whether a form is searched when it is known which is likely to be the fastest."""
+        may_wait = self._can_wait(form) and self._is_compared_by_climbs(form)
+        return may_wait and (bool(self._waiting) or self._likely_us(form) < inf)
 
-    def _any_quick_us(self, form: S, above: bool = False) -> float:
-        """Returns the µs of a quick plan of a form; infinite where that says nothing. ``above``: as for ``_quick_us``."""
+    def _is_compared_by_climbs(self, form: S) -> bool:
+        """Tells whether short climbs say whether to search a form."""
+        return not self._alone and self._goes_by_bounds(form) and self.forms.limits.disk is None
+
+    def _likely_us(self, form: S) -> float:
+        """Returns about the µs, beside those of other forms, that a search of a form finds: what short climbs find, a third of
+        the way to its bound, as that tells how much they may have missed. Infinite where that is unknown."""
+        us, bound_us = self._climbed_us(form), form.candidates.bound_us(*self._device_and_host)
+        return us ** (1 - _TO_BOUND) * bound_us**_TO_BOUND if us < inf and bound_us else us
+
+    def _climbed_us(self, form: S) -> float:
+        """Returns the µs that short climbs of a form find, whatever their plans need of the host; infinite if none fits."""
         limits = self.forms.limits
-        return inf if limits.device is None or limits.disk is not None else form.candidates.quick_us(limits.device, above)
+        return inf if limits.device is None or limits.disk is not None else form.candidates.climbed_us(limits.device)
 
     def _can_wait(self, form: S) -> bool:
-        """Tells whether to search a form when quick plans of all are known: not where quick plans may not fit, as they do not
-        count what they need of the host."""
+        """Tells whether to search a form when short climbs of all are known: not where their plans may not fit, as they do not
+        count what these need of the host."""
         return self.forms.limits.host is None and not fits(form.candidates.resident.plan, self.forms.limits)
 
-    def _plan_waiting(self) -> None:
-        """Plans the forms that wait, those with the fastest quick plans first. If none of them can be run, plans what was left
-        out because of them."""
-        waiting, self._waiting = sorted(self._waiting, key=lambda each: each[0]), []
-        for _, form in waiting:
-            best = self.best
+    def plan_waiting(self) -> None:
+        """Plans the forms that wait: the one that is likely the fastest and, where that is a tie or unknown, others. If none of
+        them can be run, plans what was left out because of them."""
+        waiting, self._waiting = sorted(self._waiting, key=self._likely_us), []
+        for form in waiting:
+            if (best := self.best) is not None and self._is_likely_slower(form, best[0], _TIED):
+                continue
             if best is None or self._is_worth_a_search(form, best[1].plan.total_us, best[0]):
                 self._attempt(form)
         for form in self._left_out if waiting and not self.fitting else ():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -16,30 +16,34 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts import compare
 from mtcompile.passes.cuts.compare import Comparison
 from mtcompile.passes.cuts.form import Allowed, Form
-from mtcompile.passes.planning.problem import DoesNotFit
+from mtcompile.passes.plan import Certificate, Plan
+from mtcompile.passes.planning.problem import DoesNotFit, Planned
 
 FASTEST_US = 50.0  # of any form, with everything on the device
 
 
 @dataclass
 class Made:
-    """A form whose plans take at least ``bound_us`` within the limits, that of a search ``time_us`` and a few ``quick_us``;
-    ``above_us``: of these, whether they fit or not."""
+    """A form whose plans take at least ``bound_us`` within the limits, that of a search ``time_us`` and those of short climbs
+    ``climbed_us``; ``above_us``: of plans that may need more; ``finer_us``: of plans of all finer forms, at least."""
 
     form: Form
     bound_us: float
     time_us: float
-    quick_us: float
+    climbed_us: float
     rows: tuple[str, ...] = ()  # the embeddings of which it takes few rows
     above_us: float = 120.0
+    finer_us: float = 10.0
     candidates: Any = field(init=False)
 
     def __post_init__(self) -> None:
         resident = SimpleNamespace(plan=SimpleNamespace(total_us=FASTEST_US, peak_bytes={"device": 2, "host": 0}))
-        problem = SimpleNamespace(fixed_homes={}, step=SimpleNamespace(meta={"rows": dict.fromkeys(self.rows)}))
+        meta = {"rows": dict.fromkeys(self.rows), "homes": {}}
+        problem = SimpleNamespace(fixed_homes={}, budgets=None, step=SimpleNamespace(meta=meta))
         figures: dict[str, Any] = {
-            "bound_us": lambda *limits: self.bound_us,
-            "quick_us": lambda device, above=False: self.above_us if above else self.quick_us,
+            "bound_us": lambda *limits, inside=True: self.bound_us if inside else self.finer_us,
+            "climbed_us": lambda device: self.climbed_us,
+            "above_us": lambda device: self.above_us,
         }
         self.candidates = SimpleNamespace(**figures, resident=resident, problem=problem, resident_may_be_slow=False)
 
@@ -57,40 +61,101 @@ def searched(
 
     def find(form: Made) -> Any:
         order.append(form.form.chunks)
-        return SimpleNamespace(plan=SimpleNamespace(total_us=form.time_us, all_resident=False))
+        return planned_in(form.time_us)
 
     monkeypatch.setattr(Comparison, "is_near", False)
-    monkeypatch.setattr(compare, "is_small", lambda *about: small)
-    forms: Any = SimpleNamespace(find=find, allows=lambda cut: True, limits=Budgets(1, host, 0))
-    Comparison(forms, Allowed(in_fragments=in_fragments)).run([(first, [iter((first, *finer))])])
+    run(monkeypatch, Budgets(1, host, 0), find, [(first, (first, *finer))], small, Allowed(in_fragments=in_fragments))
     return order
 
 
-def chunks(count: int, bound_us: float, time_us: float = 120.0, quick_us: float = 120.0) -> Made:
-    return Made(Form(chunks=count), bound_us, time_us, quick_us)
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    limits: Budgets,
+    find: Callable[[Made], Any],
+    kinds: Sequence[tuple[Any, ...]],
+    small: bool = False,
+    allowed: Allowed | None = None,
+) -> Comparison[Any]:
+    """Compares forms, each of the coarsest with chains of finer ones."""
+    monkeypatch.setattr(compare, "is_small", lambda *about: small)
+    monkeypatch.setattr(compare, "held_nbytes", lambda step, budgets: {})
+    monkeypatch.setattr(Comparison, "_may_be_in_rows", frozenset())
+    forms: Any = SimpleNamespace(find=find, allows=lambda cut: True, limits=limits)
+    comparison: Comparison[Any] = Comparison(forms, allowed or Allowed())
+    comparison.compare([(coarsest, [*map(iter, finer)]) for coarsest, *finer in kinds])
+    comparison.plan_waiting()
+    return comparison
 
 
-def test_a_form_that_promises_more_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert searched(monkeypatch, chunks(1, 100), chunks(4, 98), chunks(16, 90)) == [1, 4, 16]
+def planned_in(us: float) -> Any:
+    return SimpleNamespace(plan=SimpleNamespace(total_us=us, all_resident=False))
+
+
+def chunks(count: int, bound_us: float, time_us: float = 120.0, climbed_us: float = 120.0, finer_us: float = 10.0) -> Made:
+    return Made(Form(chunks=count), bound_us, time_us, climbed_us, finer_us=finer_us)
+
+
+def test_of_forms_that_promise_more_only_the_one_that_is_likely_fastest_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = chunks(1, 100, 130, 125), chunks(4, 95, 120, 115), chunks(16, 90, 94, 120)
+    assert searched(monkeypatch, *forms) == [4]
+    assert searched(monkeypatch, *forms, host=1) == [1, 4, 16]  # plans of short climbs may not fit there
+
+
+def test_of_forms_that_are_likely_as_fast_the_one_with_the_lowest_bound_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert searched(monkeypatch, chunks(1, 100), chunks(4, 98), chunks(16, 90)) == [16]
+    assert searched(monkeypatch, chunks(1, 100), chunks(4, 95, climbed_us=122.5)) == [4]  # a third of the way to it
+    assert searched(monkeypatch, chunks(1, 100), chunks(4, 95, climbed_us=124.5)) == [1]
+    assert searched(monkeypatch, chunks(1, 100), chunks(4, 95, climbed_us=123.3)) == [1, 4]  # a tie, nearly
 
 
 def test_a_form_whose_bound_is_hardly_lower_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert searched(monkeypatch, chunks(1, 100), chunks(4, 99.9), chunks(16, 90)) == [1, 16]
+    assert searched(monkeypatch, chunks(1, 100), chunks(4, 99.9, climbed_us=101)) == [1]
+    assert searched(monkeypatch, chunks(1, 100), chunks(4, 99.9), chunks(16, 90), host=1) == [1, 16]
 
 
 def test_finer_forms_are_left_out_once_the_bound_rises(monkeypatch: pytest.MonkeyPatch) -> None:
     forms = chunks(1, 100), chunks(4, 90), chunks(16, 95), chunks(64, 80)
-    assert searched(monkeypatch, *forms) == [1, 4]
+    assert searched(monkeypatch, *forms) == [4]
 
 
 def test_no_form_has_more_chunks_once_the_bound_rises_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Comparison, "is_near", False)
-    monkeypatch.setattr(compare, "is_small", lambda *about: False)
-    planned = SimpleNamespace(plan=SimpleNamespace(total_us=120.0, all_resident=False))
-    forms: Any = SimpleNamespace(find=lambda form: planned, allows=lambda cut: True, limits=Budgets(1, None, 0))
-    comparison: Comparison[Any] = Comparison(forms, Allowed())
-    comparison.run([(chunks(1, 100), [iter((chunks(1, 100), chunks(4, 90), chunks(16, 95)))])])
+    first, finer = chunks(1, 100), (chunks(1, 100), chunks(4, 90), chunks(16, 95))
+    comparison = run(monkeypatch, Budgets(1, None, 0), lambda form: planned_in(120.0), [(first, finer)])
     assert [comparison.is_too_fine(Form(count, tiles=4)) for count in (1, 4, 16, 64)] == [False, False, True, True]
+
+
+def test_a_form_is_searched_at_once_if_finer_ones_could_hardly_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    faster = chunks(4, 97, 110, 115)
+    assert searched(monkeypatch, chunks(1, 100, 112, 125, finer_us=96), faster) == [1, 4]
+    assert searched(monkeypatch, chunks(1, 100, 112, 125, finer_us=94), faster) == [4]
+
+
+@pytest.mark.parametrize(("climbed_us", "order"), [(104, [1]), (105, [4])])
+def test_no_other_form_is_made_where_short_climbs_are_near_what_any_could_give(
+    climbed_us: float, order: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, finer, found = chunks(1, 100, 103, climbed_us, finer_us=95), iter([chunks(4, 96, 98, 99)]), list[int]()
+
+    def find(form: Made) -> Any:
+        found.append(form.form.chunks)
+        return planned_in(form.time_us)
+
+    run(monkeypatch, Budgets(1, None, 0), find, [(first, finer)])
+    assert found == order and len([*finer]) == (order == [1])
+
+
+@pytest.mark.parametrize(("bound_us", "seen"), [(94, 0), (104, 3)])
+def test_no_tiles_are_made_where_the_best_bound_is_near_what_they_could_give(
+    bound_us: float, seen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take long to make. All of a small step are."""
+    monkeypatch.setattr(Comparison, "is_near", False)
+    first, tiles = chunks(1, bound_us, finer_us=90), [Made(Form(tiles=count), 90 - count, 120, 120) for count in (4, 16, 64)]
+    for small in (False, True):
+        left = iter(tiles)
+        run(monkeypatch, Budgets(1, None, 0), lambda form: planned_in(120.0), [(first, (first,), left)], small)
+        assert 3 - len([*left]) == (3 if small else seen)
 
 
 def test_fragments_that_were_asked_for_are_compared_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,27 +163,22 @@ def test_fragments_that_were_asked_for_are_compared_all_the_same(monkeypatch: py
     assert searched(monkeypatch, *forms, in_fragments=True) == [1, 4, 16, 64]
 
 
-def test_a_form_whose_quick_plans_are_much_slower_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert searched(monkeypatch, chunks(1, 100), chunks(4, 90, quick_us=145), chunks(16, 80, quick_us=143)) == [1, 16]
+def test_within_a_host_a_form_whose_short_climbs_are_much_slower_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = chunks(1, 100), chunks(4, 90, climbed_us=145), chunks(16, 80, climbed_us=143)
+    assert searched(monkeypatch, *forms, host=1) == [1, 16]
 
 
-def test_the_form_with_the_fastest_quick_plan_is_searched_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, slow, fast = chunks(1, 100, 130), chunks(4, 95, 120, 120), chunks(16, 90, 94, 110)
-    assert searched(monkeypatch, first, slow, fast) == [1, 16]
-    assert searched(monkeypatch, first, slow, fast, host=1) == [1, 4, 16]  # quick plans may not fit there
+def test_a_form_is_searched_if_its_short_climbs_find_nothing_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert searched(monkeypatch, chunks(1, 100), chunks(4, 90, climbed_us=inf)) == [1, 4]
 
 
-def test_a_form_is_searched_if_no_quick_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert searched(monkeypatch, chunks(1, 100), chunks(4, 90, quick_us=inf)) == [1, 4]
-
-
-def test_a_form_is_not_searched_if_quick_plans_are_far_slower_even_with_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_is_not_searched_if_plans_that_need_more_memory_are_far_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     forms = [Made(Form(chunks=count), 90, 120, inf, above_us=us) for count, us in ((4, 145.0), (16, 143.0), (64, inf))]
     assert searched(monkeypatch, chunks(1, 100), *forms) == [1, 16, 64]  # of the last, they say nothing
 
 
 def test_forms_of_a_small_step_are_compared_whatever_they_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    forms = chunks(1, 100), chunks(4, 100), chunks(16, 110), chunks(64, 80, quick_us=999)
+    forms = chunks(1, 100), chunks(4, 100), chunks(16, 110), chunks(64, 80, climbed_us=999)
     assert searched(monkeypatch, *forms, small=True) == [1, 4, 16, 64]
 
 
@@ -152,42 +212,68 @@ def searched_kinds(
 
     def find(form: Made) -> Any:
         order.append(("few" if form.rows else "all") + "*" * (form.form.chunks > 1))
-        return SimpleNamespace(plan=SimpleNamespace(total_us=form.time_us, all_resident=False))
+        return planned_in(form.time_us)
 
     monkeypatch.setattr(Comparison, "is_near", False)
-    monkeypatch.setattr(compare, "is_small", lambda *about: False)
-    forms: Any = SimpleNamespace(find=find, allows=lambda cut: True, limits=limits or Budgets(1, None, 0))
-    Comparison(forms, Allowed()).run([(kind, [iter(finer if kind is kinds[-1] else ())]) for kind in kinds])
+    chains = [(kind, finer if kind is kinds[-1] else ()) for kind in kinds]
+    run(monkeypatch, limits or Budgets(1, None, 0), find, chains)
     return order
 
 
-def few(bound_us: float, time_us: float, quick_us: float, count: int = 1) -> Made:
-    return Made(Form(chunks=count), bound_us, time_us, quick_us, ("embed",))
+def few(bound_us: float, time_us: float, climbed_us: float, count: int = 1) -> Made:
+    return Made(Form(chunks=count), bound_us, time_us, climbed_us, ("embed",))
 
 
-def test_the_kind_with_the_fastest_quick_plan_is_searched_first_whatever_bounds_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert searched_kinds(monkeypatch, few(80, 130, 150), chunks(1, 100, 120, 140)) == ["all"]
-    assert searched_kinds(monkeypatch, few(80, 130, 145), chunks(1, 100, 120, 140)) == ["all", "few"]
+def test_the_kind_that_is_likely_fastest_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert searched_kinds(monkeypatch, few(80, 130, 160), chunks(1, 100, 120, 140)) == ["all"]
+    assert searched_kinds(monkeypatch, few(80, 130, 150), chunks(1, 100, 120, 140)) == ["few"]
     assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 100, 120, 140)) == ["few"]
 
 
-def test_a_kind_that_could_hardly_be_faster_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 105, 120, 121)) == ["few"]
-    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 104, 120, 121)) == ["few", "all"]
+def test_few_rows_that_promise_no_more_than_all_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert searched_kinds(monkeypatch, few(99.9, 110, 120), chunks(1, 100, 120, 140)) == ["all"]
+    assert searched_kinds(monkeypatch, few(99.0, 110, 120), chunks(1, 100, 120, 140)) == ["few"]
+
+
+def test_within_a_host_a_kind_that_could_hardly_be_faster_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Budgets(1, 1, 0)
+    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 105, 120, 121), limits=limits) == ["few"]
+    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 104, 120, 121), limits=limits) == ["few", "all"]
 
 
 def test_no_finer_forms_are_made_of_a_kind_that_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     finer = chunks(4, 70, 90, 100)
-    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 108, 120, 140), finer=[finer]) == ["few"]
-    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 100, 120, 121), finer=[finer]) == ["few", "all", "all*"]
+    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 100, 120, 140), finer=[finer]) == ["few"]
+    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 100, 120, 112), finer=[finer]) == ["all*"]
 
 
 def test_finer_forms_are_compared_with_the_bound_of_their_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     finer = chunks(4, 90, 105, 110)  # promises more than all rows at once do, not more than few
-    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 100, 120, 121), finer=[finer]) == ["few", "all", "all*"]
+    assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 100, 120, 112), finer=[finer]) == ["all*"]
 
 
 def test_with_a_disk_only_the_likely_kind_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = few(80, 130, 130), chunks(1, 90, 120, 130)
-    assert searched_kinds(monkeypatch, *kinds, limits=Budgets(1, None, 0)) == ["few", "all"]
+    kinds = few(80, 130, 130), chunks(1, 90, 120, 120)
+    assert searched_kinds(monkeypatch, *kinds, limits=Budgets(1, None, 0)) == ["all"]
     assert searched_kinds(monkeypatch, *kinds, limits=Budgets(1, 1, 0, disk=1)) == ["few"]
+
+
+# ------------------------------------------------------------------------------------------------------- what is told of all
+
+
+@pytest.mark.parametrize(
+    ("finer", "others"),
+    [([chunks(4, 90), chunks(16, 95)], (2, 90.0)), ([chunks(4, inf)], (0, 0.0)), ([], (0, 0.0))],
+    ids=["some", "none that fits", "none"],
+)
+def test_a_certificate_tells_of_the_other_forms_that_were_made(
+    finer: Sequence[Made], others: tuple[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Comparison, "is_near", False)
+    plan = Plan(step_time_us=120.0, certificate=Certificate(100.0, {"link": 7.0}))
+    find: Any = lambda form: Planned(plan, None, None) if form.form.chunks == 1 else planned_in(130.0)  # noqa: E731
+    first = chunks(1, 100, climbed_us=110)
+    told = run(monkeypatch, Budgets(1, None, 0), find, [(first, (first, *finer))]).told()
+    assert told is not None and told[0] is first
+    assert told[1].plan == replace(plan, certificate=Certificate(100.0, {"link": 7.0}, *others))
+    assert ("nor, in any of the 2 other cuts compared, than 0.09 ms" in str(told[1].plan.certificate)) == (others[0] > 0)
