@@ -7,12 +7,10 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 
-from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.climbs.climb import Climb, moves
+from mtcompile.passes.planning.climbs.climb import Climb, ways_of
 from mtcompile.passes.planning.climbs.limits import Limits
-from mtcompile.passes.planning.climbs.room import rooms
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.seeds import Rounding, Rule, seed
@@ -65,17 +63,15 @@ class QuickCandidates(Candidates):
 
     def _climbed_shortly(self, device: int) -> Iterator[Plan]:
         plans, limits = [one.plan for one in self._by_linear_programs(device, _TIGHT, whole=False)], Limits(device)
-        sizes, host = self.open_params, self.problem.budgets.host_activations
-        ways = rooms(self.blocks, sizes, held_nbytes(self.problem.step, self.problem.budgets), host)
+        ways = ways_of(self.problem, self.blocks, self.open_params)
         if not (fitting := [plan for plan in plans if not limits.missing(plan)]):
             floors = (self.evaluate(ladder[0]).plan for ladder in self._by_density)
             fitting = [plan for plan in floors if not limits.missing(plan)]
-        kinds = moves(self.blocks, sizes, host)
         for plan in {p.lookahead: p for p in sorted(fitting, key=lambda plan: -plan.total_us)}.values():
             climb = Climb(limits, ways, lambda plan: self._paced(plan).plan, plan, _CLIMBED)
             for above in plans if plan not in plans else ():
                 climb.is_better(above)
-            climb.go_on(kinds, _CLIMBED)
+            climb.go_on(ways.kinds, _CLIMBED)
             yield climb.best
 
     def above_us(self, device: int) -> float:

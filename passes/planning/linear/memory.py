@@ -23,15 +23,18 @@ Held = tuple[Mapping[int, float], float]  # bytes by variable, and constant byte
 
 class Waits(NamedTuple):
     """Bytes that wait on the device: ``live``, at each block, of homes and activations; ``gradients``, by block, when its
-    backward begins, and, at -1, at the end."""
+    backward begins, and, at -1, at the end. ``ends``: the blocks at which memory is counted; None: at all."""
 
     live: Sequence[Mapping[int, float]]
     gradients: Mapping[int, Held]
+    ends: Collection[int] | None
 
 
-def waiting(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, choices: Choices) -> Waits:
+def waiting(
+    problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, choices: Choices, ends: Collection[int] | None
+) -> Waits:
     """Returns what waits on the device at each block."""
-    return Waits(_live_at(blocks, terms, choices), gradients_at(problem, terms))
+    return Waits(_live_at(blocks, terms, choices), gradients_at(problem, terms), ends)
 
 
 def _live_at(blocks: Sequence[Block], terms: Terms, choices: Choices) -> list[dict[int, float]]:
@@ -79,11 +82,9 @@ def hold_memory(
     waits: Waits,
     counted: Counted,
     gaps: Sequence[Gap] = (),
-    ends: Collection[int] | None = None,
 ) -> None:
     """The rows that say what memory holds at each block's forward and backward: what waits then, what it reads and makes, and
-    what is on its way: weights, saved values and gradients of the blocks near by. ``ends``: the blocks that have rows; None:
-    all."""
+    what is on its way: weights, saved values and gradients of the blocks near by."""
     ahead = counted.ahead
     weights = {block.index: terms.by_share(terms.needs[block.region].read) for block in blocks}
     again = {index: terms.again(nbytes) for index, nbytes in weights.items()}  # fetched in the backward
@@ -101,7 +102,7 @@ def hold_memory(
     always = problem.budgets.reserve + sum(held_nbytes(problem.step, problem.budgets).values())
     for place, (block, live) in enumerate(zip(blocks, waits.live, strict=True)):
         index, back = block.index, choices.back
-        if ends is not None and index not in ends:
+        if waits.ends is not None and index not in waits.ends:
             continue
         before, after = blocks[max(0, place - ahead) : place], blocks[place + 1 : place + 1 + ahead]
         beside, whole = _beside(problem, backward[index])

@@ -35,7 +35,7 @@ _COUNTED = Counted()  # where the optimum is a bound
 _Bound = tuple[float, dict[str, float]]  # and its ``gains_us``
 _FAR = 1.02  # times its bound: then a plan's bound is worth a closer look
 _MOST_WHOLE, _NEARLY_ALL = 24, 0.99  # homes that may be whole: of more, one matters little; and their share of all bytes
-_GROUPS = 8  # of equal blocks that decide alike, at most, where no bound is wanted
+_GROUPS, _MANY = 16, 64  # of equal blocks that decide alike, where no bound is wanted; and from how many blocks on
 _FASTER = 0.999  # of the µs: less is not worth a search
 
 
@@ -103,9 +103,9 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
             return known[key][0]
         if (bounds := not ahead) not in built:
             built[bounds] = _build(problem, blocks, costs, bounds)
-        terms, choices, gaps, waits, ends = built[bounds]
+        terms, choices, gaps, waits = built[bounds]
         if counted not in terms.program.held:
-            hold_memory(problem, blocks, terms, choices, waits, counted, gaps, ends)
+            hold_memory(problem, blocks, terms, choices, waits, counted, gaps)
         fixed = {terms.away[home]: 0.0 if resident else 1.0 for home, resident in decided.items()}
         solution, rows = terms.program.solve(limits, counted, fixed, None if like is None else like.solution)
         values: list[float] = solution.values.tolist()
@@ -131,7 +131,6 @@ class _Built(NamedTuple):
     choices: Choices
     gaps: Sequence[Gap]
     waits: Waits
-    ends: frozenset[int] | None  # of groups of blocks that decide alike
 
 
 def _build(
@@ -146,7 +145,7 @@ def _build(
     gaps = gaps_between(problem, costs, terms, choices) if bounds else []
     ends = None if bounds or terms.on_disk else _let_decide_alike(problem, blocks, costs, terms, choices)
     take_time(problem, costs, terms, whole, ends)
-    return _Built(terms, choices, gaps, waiting(problem, blocks, terms, choices), ends)
+    return _Built(terms, choices, gaps, waiting(problem, blocks, terms, choices, ends))
 
 
 def _let_decide_alike(
@@ -157,7 +156,7 @@ def _let_decide_alike(
     what is up to these. None if there are no groups."""
     held, groups, upper = held_nbytes(problem.step, problem.budgets), list[Sequence[Block]](), terms.program.upper
     for alike in blocks_alike(blocks):
-        count = _GROUPS if len(alike) >= 2 * _GROUPS else len(alike)
+        count = _GROUPS if len(alike) >= _MANY else len(alike)
         for group in (alike[len(alike) * i // count : len(alike) * (i + 1) // count] for i in range(count)):
             decided, kinds = list[list[int]](), set[object]()
             for block in group:
@@ -206,7 +205,7 @@ class Bounds:
     @cached_property
     def _whole(self) -> tuple[Program, list[int]]:
         """The program with rows that bind where homes are whole, and the variables of these."""
-        terms, choices, gaps, waits, _ = _build(self.problem, self.blocks, self.costs, True, whole=True)
+        terms, choices, gaps, waits = _build(self.problem, self.blocks, self.costs, True, whole=True)
         hold_memory(self.problem, self.blocks, terms, choices, waits, _COUNTED, gaps)
         return terms.program, [terms.away[home] for home in self._largest]
 

@@ -233,7 +233,8 @@ def test_equal_blocks_that_decide_alike_have_nearly_the_optimum_of_blocks_that_d
     asked = [(limit, decided, ahead) for limit in limits for decided in ({}, {"layers.2": True}) for ahead in (0, 1)]
     optima = {}
     for groups in (99, 2):
-        monkeypatch.setattr(relaxation_module, "_GROUPS", groups)
+        monkeypatch.setattr(relaxation_module, "_GROUPS", 2)
+        monkeypatch.setattr(relaxation_module, "_MANY", 2 * groups)
         solve = relaxation(problem, candidates.blocks, costs)
         optima[groups] = [solve(*each) for each in asked]
     for (_, decided, ahead), alone, alike in zip(asked, optima[99], optima[2], strict=True):
