@@ -250,13 +250,11 @@ def _fetch_for_call(
 
 def _hold_chain(terms: Terms, choices: Choices) -> None:
     """Adds the bytes of what calls make again in one run, where as many values as are kept are spread evenly over all."""
-    sizes, program, (chain, unit) = (
-        [v.meta["nbytes"] for v in choices.again],
-        terms.program,
-        (terms.program.variable(None), 1 << 30),
-    )
+    program, unit, count = terms.program, 1 << 30, len(choices.again)
+    chain = program.variable(None)
     choices.chain[chain] = float(unit)
-    again, count, mean = program.summed(dict.fromkeys(choices.again.values(), 1.0)), len(sizes), sum(sizes) / len(sizes) / unit
+    again = program.summed(dict.fromkeys(choices.again.values(), 1.0))
+    mean = sum(value.meta["nbytes"] for value in choices.again) / count / unit
     # A run has (count + 1) / (kept + 1) - 1 values: at least what the tangents of that say, at some numbers of kept ones.
     runs = 2
     while runs <= 2 * count:
