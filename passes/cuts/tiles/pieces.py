@@ -117,7 +117,8 @@ def _read_only_by(inside: set[fx.Node], uses: Mapping[fx.Node, Use]) -> set[fx.N
     for node, use in reversed(uses.items()):
         if node not in inside and node.meta["phase"] == "backward" and use.makes == "rows" and node.target not in _PRODUCTS:
             readers = [user in inside or user in loose for user in node.users]
-            if readers and all(readers) and all(uses[user].takes[node] == "rows" for user in node.users):
+            alone = "several" not in use.takes.values()  # else an operation of several results would be made again for one
+            if alone and readers and all(readers) and all(uses[user].takes[node] == "rows" for user in node.users):
                 loose.add(node)
     return loose
 

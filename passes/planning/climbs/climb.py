@@ -38,7 +38,6 @@ _PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at 
 _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
-_SEEDED, _SEEDED_BETWEEN = 1.03, 1.05  # times the bound: climbs that end above go on from seeds; between two limits
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
 
 
@@ -158,7 +157,7 @@ class Climbs:
         """Climbs from the plan of a limit a little ``below``, which is never faster."""
         climb = Climb(limits, self.ways, self.evaluate, self._plan(below))
         climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
-        return self._seeded(climb, _SEEDED_BETWEEN).best
+        return self._seeded(climb).best
 
     def _climbed(self, limit: int) -> Plan:
         if limit not in self._unpolished:
@@ -167,7 +166,7 @@ class Climbs:
             climbs = [Climb(limits, self.ways, self.evaluate, self.reached(low)) for low in below]
             for climb, most in zip(climbs, _MOVES, strict=True):
                 climb.go_on(self.ways.kinds, most * self.ways.patience)
-            best = self._seeded(min(climbs, key=lambda climb: climb.best.total_us), _SEEDED)
+            best = self._seeded(min(climbs, key=lambda climb: climb.best.total_us))
             many = _MANY if self.ways.differ else 1
             best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
             if (best := self._kicked(best)).best.total_us > _FAR * self.bound(*limits) and self.ways.differ:
@@ -175,10 +174,9 @@ class Climbs:
             self._unpolished[limit] = best.best
         return self._unpolished[limit]
 
-    def _seeded(self, best: Climb, far: float) -> Climb:
-        """Climbs from seeds, too, where a climb ends above ``far`` times its bound: from the fastest for each number of blocks
-        ahead."""
-        if best.best.total_us <= far * self.bound(*best.limits):
+    def _seeded(self, best: Climb) -> Climb:
+        """Climbs from seeds, too, where a climb ends far above its bound: from the fastest for each number of blocks ahead."""
+        if best.best.total_us <= _FAR * self.bound(*best.limits):
             return best
         plans = self.seeds.plans(best.limits._asdict(), self.evaluate)
         within = sorted((plan for plan in plans if not best.limits.missing(plan)), key=lambda plan: -plan.total_us)

@@ -6,7 +6,7 @@ import copy
 import operator
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -87,6 +87,28 @@ def test_rows_keep_their_bits_and_weights_are_summed(batch: int) -> None:
     equal = {name for name, one, other in zip(names, results, expected, strict=False) if torch.equal(one, other)}
     assert {names[0], "embed.weight"} <= equal
     for one, other in zip(results[:-1], expected[:-1], strict=True):  # the last is the generator's state
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+class Normed(nn.Module):
+    """Layers of their own, each behind a norm, whose backward has several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.layers(x)).square().mean()
+
+
+def test_one_result_of_a_norms_backward_is_not_made_again_alone() -> None:
+    torch.manual_seed(0)
+    traced = trace(Normed(), {"x": torch.randn(64, 16)})
+    joint, count = in_tiles(traced, 4)
+    assert count == 4
+    expected, results = (interpret(build(graph), traced.inputs) for graph in (traced.joint, joint))
+    assert torch.equal(results[0], expected[0])
+    for one, other in zip(results[:-1], expected[:-1], strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
