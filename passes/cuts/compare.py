@@ -98,7 +98,7 @@ class Comparison(Generic[S]):
         self.fitting, self.refused = list[tuple[S, Planned]](), list[tuple[S, DoesNotFit]]()
         self._unlikely, self._considered, self._fewest = list[S](), dict[int, S](), dict[int, int]()
         self.hurries, self._too_many_chunks = False, inf
-        self._coarsest, self._made = list[S](), dict[int, S]()
+        self._coarsest, self._compared = list[S](), dict[int, S]()
         self._waiting, self._left_out = list[S](), list[S]()
 
     @property
@@ -110,7 +110,7 @@ class Comparison(Generic[S]):
         """Returns ``best``, whose certificate tells of the other forms that were made, too, as far as plans of them may fit."""
         if (best := self.best) is None or (certificate := best[1].plan.certificate) is None:
             return best
-        others = [form for form in self._made.values() if form is not best[0]]
+        others = [form for form in self._compared.values() if form is not best[0]]
         bounds = [us for form in others if (us := form.candidates.bound_us(*self._device_and_host)) < inf]
         certificate = replace(certificate, other_cuts=len(bounds), other_bound_us=min(bounds, default=0.0))
         return best[0], replace(best[1], plan=replace(best[1].plan, certificate=certificate))
@@ -171,7 +171,7 @@ class Comparison(Generic[S]):
         """Compares some forms. ``kinds``: that take all rows of embeddings and few: the coarsest form of each, and chains of
         finer and finer ones, each of which takes longer than the one before if memory does not matter."""
         coarsest = [form for form, _ in kinds]
-        self._made |= {id(form): form for form in coarsest}
+        self._compared |= {id(form): form for form in coarsest}
         if len(coarsest) > 1 and all(map(self._can_wait, coarsest)):
             less = [form for form in coarsest if self._promises_less(form, coarsest)]
             self._coarsest, self._left_out = self._coarsest + less, self._left_out + less
@@ -198,7 +198,7 @@ class Comparison(Generic[S]):
         """Compares a chain of finer and finer forms. Tells whether others could fit."""
         leanest, before_us = inf, inf
         for form in chain:
-            self._made[id(form)] = form
+            self._compared[id(form)] = form
             if (lead := self.lead) is not None:
                 if least_us(form.candidates) >= lead[0]:
                     break

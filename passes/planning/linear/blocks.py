@@ -12,7 +12,7 @@ from mtcompile.passes.analysis.cost import Cost, Machine, node_cost
 from mtcompile.passes.analysis.kernels import saved_states
 from mtcompile.passes.analysis.state import param_nbytes
 from mtcompile.passes.planning.ladders import Block
-from mtcompile.passes.planning.linear.needs import narrowing_casts, param_homes
+from mtcompile.passes.planning.linear.needs import closure, narrowing_casts, param_homes
 from mtcompile.passes.planning.linear.program import added
 from mtcompile.passes.planning.linear.terms import Load, Terms
 from mtcompile.passes.planning.problem import PlanningProblem
@@ -267,14 +267,9 @@ def _hold_chain(terms: Terms, choices: Choices) -> None:
 def _read_for(step: fx.GraphModule, block: Block, value: fx.Node, terms: Terms) -> dict[str, int]:
     """Returns the bytes that a call fetches to make a value, by home: of homes of which that reads all that the block does, and
     that are not small beside the value."""
-    made, needs = {body_outputs(kernel_of(step, block.region))[int(value.args[1])]}, terms.needs[block.region].read
-    stack, homes = list(made), param_homes(step, block.region)
-    while stack:
-        new = set(stack.pop().all_input_nodes) - made
-        made |= new
-        stack += new
-    spared = {home for operand, home in homes.items() if operand not in made}
-    least = _FEWEST_BYTES * value.meta["nbytes"]
+    operations = closure([body_outputs(kernel_of(step, block.region))[int(value.args[1])]])
+    spared = {home for operand, home in param_homes(step, block.region).items() if operand not in operations}
+    least, needs = _FEWEST_BYTES * value.meta["nbytes"], terms.needs[block.region].read
     return {home: n for home, n in needs.items() if home in terms.away and home not in spared and n >= least}
 
 

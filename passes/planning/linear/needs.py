@@ -79,7 +79,7 @@ def _needs(
     wanted = [v for v in results(region) if v.users and v not in saved and v.meta["role"] != "rng"]
     key = (str(region.target), tuple(int(v.args[1]) for v in wanted))
     if key not in bodies:
-        needed = _closure([*(outputs[position] for position in key[1]), *filter(must_run, kernel.graph.nodes)])
+        needed = closure([*(outputs[position] for position in key[1]), *filter(must_run, kernel.graph.nodes)])
         operations = (n for n in needed if n.op == "call_function" and not is_view(n) and n.target is not save_rng)
         bodies[key] = needed, sum(map(node_cost, operations), Cost())
     needed, cost = bodies[key]
@@ -107,7 +107,7 @@ def _needs(
     return Needs(cost, read, stored, wide, casts, cast_nbytes)
 
 
-def _closure(nodes: list[fx.Node]) -> set[fx.Node]:
+def closure(nodes: list[fx.Node]) -> set[fx.Node]:
     """Returns the nodes and all that they are made from."""
     needed, stack = set[fx.Node](), list(nodes)
     while stack:

@@ -183,8 +183,8 @@ def _shortened(
     """Returns equations and rows with one variable for those that are ``alike``, each once, and without the sums, which are
     ``signed``, that no more than one of them reads."""
     one = {each: {variable: 1.0} for variable, others in alike.items() for each in others}
-    equal = [(written_out(terms, one), limit) for terms, limit in equal]
-    rows = [replace(row, terms=written_out(row.terms, one)) for row in rows]
+    equal = [(_written_out(terms, one), limit) for terms, limit in equal]
+    rows = [replace(row, terms=_written_out(row.terms, one)) for row in rows]
     sums = {variable: terms for terms, _ in equal if (variable := next(iter(terms))) in signed}  # each of those before it
     others = [(terms, limit) for terms, limit in equal if next(iter(terms)) not in sums]
     reads = Counter(itertools.chain(*(terms for terms, _ in others), *(row.terms for row in rows)))
@@ -193,13 +193,13 @@ def _shortened(
             reads.update(terms.keys() - {variable})
     inlined: dict[int, dict[int, float]] = {}
     for variable, terms in sums.items():
-        total = written_out({v: factor for v, factor in terms.items() if v != variable}, inlined)
+        total = _written_out({v: factor for v, factor in terms.items() if v != variable}, inlined)
         if reads[variable] < 2:
             inlined[variable] = total
         else:
             others.append(({variable: -1.0} | total, 0.0))
-    others = [(written_out(terms, inlined), limit) for terms, limit in others]
-    rows = [replace(row, terms=written_out(row.terms, inlined)) for row in rows]
+    others = [(_written_out(terms, inlined), limit) for terms, limit in others]
+    rows = [replace(row, terms=_written_out(row.terms, inlined)) for row in rows]
     unique = {(*sorted(row.terms.items()), row.limit, row.tier): row for row in rows}
     return list({(*sorted(terms.items()), limit): (terms, limit) for terms, limit in others}.values()), list(unique.values())
 
@@ -222,7 +222,7 @@ class NoSolver(Infeasible):
     """Raised where no solver is installed, whatever the problem."""
 
 
-def written_out(terms: Mapping[int, float], sums: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
+def _written_out(terms: Mapping[int, float], sums: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
     """Returns terms in which the variables of ``sums`` are those sums."""
     if sums.keys().isdisjoint(terms):
         return dict(terms)
