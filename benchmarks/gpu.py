@@ -9,9 +9,11 @@ Raw results go to benchmarks/results/gpu-*.json, with the device and the commit.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +23,11 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures"
 PARTS = ("tests", "fixtures", "benchmark", "arriving")
+_PROCESSES = 4  # of tests on the one GPU
+_OUTCOME = re.compile(  # of one process, and of several
+    r"(?P<test>tests/device/\S+?::.+?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED)"
+    r"|\[gw\d+\] \[ *\d+%\] (?P<before>PASSED|FAILED|ERROR|SKIPPED) (?P<tested>tests/device/\S+?::.+\S)"
+)
 # One block is enough for a plan's decisions to repeat; two show what crosses from one to the next.
 LAYERS = {"qwen2.5-7b": (16, 4096), "llama-8b": (1, 32 * 1024)}
 
@@ -35,16 +42,17 @@ def tests(minutes: float) -> bool:
     rows: dict[str, Any] = known.get("tests", {}) if all(known.get(k) == v for k, v in now.items()) else {}
     passed = [test for test, row in rows.items() if row["outcome"] == "passed"]
     rows = {test: rows[test] for test in passed}
-    command = [sys.executable, "-m", "pytest", "-v", "tests/device", *(f"--deselect={test}" for test in passed)]
+    processes = ["-n", str(_PROCESSES), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
+    command = [sys.executable, "-m", "pytest", "-v", "tests/device", *processes, *(f"--deselect={test}" for test in passed)]
     environment = {**os.environ, "MT_CACHE": "0", "PYTHONUNBUFFERED": "1"}
     options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=environment, **options) as running:
-        stop = threading.Timer(60 * minutes, running.kill)
+        stop = threading.Timer(60 * minutes, running.send_signal, [signal.SIGINT])  # which shows what has failed so far
         stop.start()
         for line in running.stdout or ():
             print(line, end="", flush=True)
-            if found := re.match(r"(tests/device/\S+?::.+?) (PASSED|FAILED|ERROR|SKIPPED)", line):
-                rows[found[1]] = {"outcome": found[2].lower()}
+            if named := _OUTCOME.match(line):
+                rows[named["test"] or named["tested"]] = {"outcome": (named["outcome"] or named["before"]).lower()}
         stop.cancel()
     _write(path, {**now, "tests": rows})
     failed = [test for test, row in rows.items() if row["outcome"] in ("failed", "error")]

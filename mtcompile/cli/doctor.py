@@ -15,7 +15,7 @@ from mtcompile.cli.options import Device, Json
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="measure less, in a few seconds")] = False,
     save: Annotated[Path | None, typer.Option(help="also write a machine file, for mtcompile plan --machine FILE")] = None,
-    device: Device = "",
+    device: Device = None,
     as_json: Json = False,
 ) -> None:
     """Measure this machine. Say what its speeds mean for training, and what would kill a run here.

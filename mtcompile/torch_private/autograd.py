@@ -99,6 +99,11 @@ def move_to_front(hook: Any) -> None:
     hook.hooks_dict_ref().move_to_end(hook.id, last=False)
 
 
+def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """The norm of a gradient as ``clip_grad_norm_`` computes it. On a GPU its sum has another order than ``vector_norm``'s."""
+    return torch._foreach_norm([gradient])[0]
+
+
 def refuse_clipping(parameters: Iterable[torch.Tensor], why: str) -> None:
     """Make torch's functions that clip gradients raise StepError(why) for these parameters from now on. They would find no
     gradients and silently do nothing, and no hook of torch's sees that: the functions are wrapped where they are, once."""

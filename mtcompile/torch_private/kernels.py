@@ -66,7 +66,7 @@ def expand_segments() -> None:
     """Lets torch's allocator on a GPU grow its segments from now on, page by page. Without that it leaves more of its memory
     unused between what it has given out. Nothing changes where the system cannot do that."""
     with contextlib.suppress(RuntimeError, AttributeError):
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def profiler_runs() -> bool:

@@ -236,8 +236,21 @@ def node_flops(node: fx.Node) -> int:
     formula = flop_registry.get(_SAME_FLOPS.get(operation, operation))
     if formula is None or "val" not in node.meta:
         return 0
-    shapes, kwargs = fx.node.map_arg((args, node.kwargs), lambda operand: operand.meta["val"])
-    return int(formula(*shapes, **kwargs, out_val=node.meta["val"])) // (2 if _is_causal(target, args, node.kwargs) else 1)
+    operands, kwargs = fx.node.map_arg((args, node.kwargs), lambda operand: operand.meta["val"])
+    flops = int(formula(*_of_all_heads(target, operands), **kwargs, out_val=node.meta["val"]))
+    return flops // (2 if _is_causal(target, args, node.kwargs) else 1)
+
+
+def _of_all_heads(target: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """The operands of an operation; of attention, keys and values by their shapes, with as many heads as the queries have. Each
+    head of the queries costs the same, but the formulas before torch 2.12 refuse fewer heads of keys and values."""
+    if not target._schema.name.startswith("aten::_scaled_dot_product"):
+        return operands
+    names = [argument.name for argument in target._schema.arguments[: len(operands)]]
+    batch, heads, *_ = operands[names.index("query")].shape
+    return [
+        (batch, heads, *operand.shape[2:]) if name in ("key", "value") else operand for name, operand in zip(names, operands)
+    ]
 
 
 def _is_causal(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -458,11 +458,10 @@ def test_a_loss_in_chunks_is_near_the_whole_one(device: torch.device) -> None:
 # ------------------------------------------------- last, since torch's detector stays on for the rest of the process
 
 
-class Seen(TorchDispatchMode):
+class Seen:
     """Stands for torch's race detector where there is no CUDA: the operations it would have been shown."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -470,26 +469,38 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Watched(TorchDispatchMode):
+    """Shows a detector the operations of one thread. It numbers them, which is meant for one thread: ``lock`` is held."""
+
+    def __init__(self, detector: Any, lock: threading.Lock) -> None:
+        super().__init__()
+        self.detector, self.lock = detector, lock
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self.lock:
+            return self.detector.__torch_dispatch__(func, types, args, kwargs)
+
+
 def test_torchs_race_detector_finds_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU it raises where two streams touch a pointer that no event orders. It sees what runs under its mode: the
     kernels and copies of our phases."""
     model, data = make("decoder")
     compiled, optimizer = compiled_at(model, floor("decoder", device), device)
-    mode: Any = Seen()
+    detector: Any = Seen()
     if device.type == "cuda":
-        mode = importlib.import_module("torch.cuda._sanitizer").CUDASanitizerDispatchMode()
-    execute, copy_now = runner.execute, cuda.Api.copy
+        detector = importlib.import_module("torch.cuda._sanitizer").CUDASanitizerDispatchMode()
+    execute, copy_now, lock = runner.execute, cuda.Api.copy, threading.Lock()
 
     def watched(*args: Any, **options: Any) -> Any:
-        with mode:
+        with Watched(detector, lock):
             return execute(*args, **options)
 
     def watched_copy(self: cuda.Api, target: torch.Tensor, source: torch.Tensor) -> None:
-        with mode:
+        with Watched(detector, lock):
             copy_now(self, target, source)
 
     monkeypatch.setattr(runner, "execute", watched)
     monkeypatch.setattr(cuda.Api, "copy", watched_copy)
     compare(compiled, optimizer, model, data, device)
     if device.type != "cuda":
-        assert {"aten.mm.default", "aten.copy_.default"} <= set(mode.names)
+        assert {"aten.mm.default", "aten.copy_.default"} <= set(detector.names)

@@ -25,6 +25,7 @@ from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.optim.written_update import count_step
 from mtcompile.passes.step_graph import Fragment, gradient_norms, gradient_scale, update
 from mtcompile.runtime.optim import host_kernels
+from mtcompile.torch_private import gradient_norm
 
 
 class Shares(Protocol):
@@ -127,7 +128,8 @@ def _norms(backward: Backward, names: tuple[str, ...], *grads: Tensor) -> tuple[
     for g, is_cast in zip(grads, casts, strict=True):
         if is_cast:
             g = torch.as_strided(room, g.shape, torch.empty_like(g, device="meta").stride()).copy_(g)
-        norms.append(torch.linalg.vector_norm(g, dtype=_norm_dtype(backward, g)).to(result))
+        norm = gradient_norm(g) if backward.masters is None else torch.linalg.vector_norm(g, dtype=torch.float32)
+        norms.append(norm.to(result))
     return (torch.stack(norms),)
 
 

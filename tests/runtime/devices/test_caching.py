@@ -115,7 +115,7 @@ def test_a_large_step_reserves_no_more_than_a_tenth_beside_its_budget() -> None:
 
 def test_segments_expand_unless_the_user_has_set_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: list[str] = []
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
