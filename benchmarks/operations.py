@@ -47,7 +47,7 @@ def operations(shape: str, batch: int, seq: int, where: torch.device, chunks: in
     for key, body in bodies.items():
         count = layers if times[key] == 2 else times[key]
         for node in body.nodes:
-            if node.op == "call_function" and not is_view(node) and node_cost(node).operations:
+            if node.op == "call_function" and not is_view(node) and node_cost(node).nbytes:
                 yield count, node
 
 

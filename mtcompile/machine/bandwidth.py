@@ -140,9 +140,9 @@ def host_adamw(effort: Effort) -> tuple[float, Measurement]:
     """Measures torch's AdamW on fp32 by the bytes it has to move. Returns the fused one's GB/s, and the row."""
 
     def rate(fused: bool) -> float:
-        weights = [torch.rand(effort.parameters // 4, requires_grad=True) for _ in range(4)]
+        weights = [torch.full((effort.parameters // 4,), 0.5, requires_grad=True) for _ in range(4)]
         for weight in weights:
-            weight.grad = torch.rand_like(weight)
+            weight.grad = torch.full_like(weight, 0.5)
         step = torch.optim.AdamW(weights, fused=fused).step
         return _ADAMW_NBYTES * effort.parameters / median_s(step, effort.seconds) / 1e9
 

@@ -3,6 +3,7 @@ measured."""
 
 from __future__ import annotations
 
+import functools
 import json
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -14,6 +15,7 @@ import torch
 from mtcompile import cache, knobs, progress
 from mtcompile.cached.files import own_text
 from mtcompile.errors import did_you_mean, nearest_file
+from mtcompile.machine import bandwidth
 from mtcompile.machine.cards import difference, scaled
 from mtcompile.machine.device import choose
 from mtcompile.machine.measure import MeasuredMachine, identity, measure
@@ -39,9 +41,9 @@ def _preset(
 PRESETS = {  # sustained bf16 FLOP/s; GB/s of device memory, link to and from the device; of the host; GB of the device; a drive
     machine.name: machine
     for machine in (
-        _preset("h200-sxm", 6.0e14, (4300.0, 50.0, 50.0), 200.0, 141, _SERVER),
-        _preset("gh200", 6.0e14, (3700.0, 377.0, 297.0), 348.0, 96, _SERVER),
-        _preset("h100-sxm", 6.0e14, (3000.0, 50.0, 50.0), 250.0, 80, _SERVER),
+        _preset("h200-sxm", 6.85e14, (4300.0, 50.0, 50.0), 200.0, 141, _SERVER),
+        _preset("gh200", 6.85e14, (3700.0, 377.0, 297.0), 348.0, 96, _SERVER),
+        _preset("h100-sxm", 6.85e14, (3000.0, 50.0, 50.0), 250.0, 80, _SERVER),
         _preset("b200", 1.4e15, (7000.0, 50.0, 50.0), 300.0, 192, _SERVER),
         _preset("a100-pcie", 2.0e14, (1800.0, 25.0, 25.0), 150.0, 80, _SERVER),
         _preset("a6000", 1.0e14, (770.0, 25.0, 25.0), 100.0, 48, _PCIE4),
@@ -81,9 +83,32 @@ def _accelerator(where: torch.device) -> Machine:
     if parts := [part for part in _PRESET_OF if part in name]:
         preset = PRESETS[_PRESET_OF[max(parts, key=len)]]
         other = difference(properties, preset)
-        return preset if not other else _other_card(where, preset, other)
+        return _on_this_host(where, preset) if not other else _other_card(where, preset, other)
     units = int(getattr(properties, "multi_processor_count", 1))
     return Machine(name, _FLOPS_PER_UNIT * units, 20.0 * units, 25.0, 25.0)
+
+
+def _on_this_host(where: torch.device, preset: Machine) -> Machine:
+    """The preset, with the speed of this host's memory. It is measured once, in a second or two: of two hosts with the same
+    card, one may be twice as fast, as servers rent out parts of themselves. Ranks go by the preset: they share a host, and must
+    plan alike."""
+    if not knobs.measured() or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return preset
+    host = f"host | {identity(where)}"
+    if (known := _remembered(host)) is None:
+        try:
+            with progress.doing("measuring the host's memory"):
+                known = replace(preset, host_gbps=_host_gbps())
+        except (RuntimeError, MemoryError):  # no room
+            return preset
+        cache.write_machine(host, to_json(known))
+    return replace(preset, host_gbps=known.host_gbps, name=f"{preset.name}, host memory measured")
+
+
+@functools.cache
+def _host_gbps() -> float:
+    """As measured by this process, for where no cache remembers it."""
+    return float(f"{bandwidth.host_adamw(QUICK)[0]:.2g}")
 
 
 def _other_card(where: torch.device, preset: Machine, why: str) -> Machine:
@@ -131,7 +156,11 @@ def this() -> Machine:
 
 def _measured_before(where: torch.device) -> Machine | None:
     """Reads the machine that ``remember`` wrote last; None if there is none or it cannot be read."""
-    path = cache.machine_path(identity(where))
+    return _remembered(identity(where))
+
+
+def _remembered(machine: str) -> Machine | None:
+    path = cache.machine_path(machine)
     with suppress(ValueError):
         return _from_text(text, path) if path and (text := own_text(path)) else None
     return None

@@ -16,8 +16,8 @@ WEIGHTS_GB, PARAMETERS = 14.0, 7e9  # of the model that figures are explained wi
 @dataclass(frozen=True, slots=True)
 class Effort:
     """The amount of measuring. In bytes: sizes of the ``copies``, of each array of a memory ``stream``, of the ``disk`` file.
-    ``parameters`` that AdamW steps; sides of the square products on the host and on an accelerator; ``seconds`` that the
-    repetitions of one figure may take."""
+    ``parameters`` that AdamW steps, so many that no processor's cache holds their tensors; sides of the square products on the
+    host and on an accelerator; ``seconds`` that the repetitions of one figure may take."""
 
     copies: tuple[int, ...]
     stream: int
@@ -33,8 +33,8 @@ class Effort:
         return max(4 * self.copies[-1], 3 * self.stream, 16 * self.parameters)
 
 
-QUICK = Effort((MIB, 16 * MIB, 64 * MIB), 64 * MIB, 32 * MIB, 8 * MIB, 768, 4096, 0.05)
-FULL = Effort((MIB, 16 * MIB, 256 * MIB), 256 * MIB, 128 * MIB, 16 * MIB, 1536, 8192, 0.4)
+QUICK = Effort((MIB, 16 * MIB, 64 * MIB), 64 * MIB, 32 * MIB, 64 * MIB, 768, 4096, 0.05)
+FULL = Effort((MIB, 16 * MIB, 256 * MIB), 256 * MIB, 128 * MIB, 128 * MIB, 1536, 8192, 0.4)
 
 
 @dataclass(frozen=True, slots=True)

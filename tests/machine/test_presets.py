@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,8 +55,15 @@ def accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[An
         monkeypatch.setattr(presets, "measure", measure)
         return presets.machine_of(torch.device("cuda", 1), fuses=False, staged=False)
 
+    def host_adamw(effort: Any) -> tuple[float, None]:
+        hosts.append(effort)
+        return 104.6, None
+
+    hosts: list[Any] = []
     monkeypatch.setenv("MT_CACHE", str(tmp_path))
-    planned.measured = measured  # type: ignore[attr-defined]
+    monkeypatch.setattr(presets.bandwidth, "host_adamw", host_adamw)
+    presets._host_gbps.cache_clear()
+    planned.measured, planned.hosts = measured, hosts  # type: ignore[attr-defined]
     return planned
 
 
@@ -91,6 +99,20 @@ def test_another_card_than_the_presets_is_measured_once(properties: Any, acceler
 def test_the_card_of_a_preset_is_planned_by_it(properties: Any, preset: str, accelerator: Any) -> None:
     assert accelerator(properties) is not None and accelerator.measured == []
     assert accelerator(properties).flops == PRESETS[preset].flops
+
+
+def test_the_hosts_memory_is_measured_once(accelerator: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Cards are alike, hosts are not."""
+    h200, preset = card("NVIDIA H200", 132, 1980, 150), PRESETS["h200-sxm"]
+    first = accelerator(h200)
+    presets._host_gbps.cache_clear()  # as in another process
+    assert accelerator(h200) == first == replace(preset, name="h200-sxm, host memory measured", host_gbps=100.0)
+    assert len(accelerator.hosts) == 1
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert accelerator(h200) == preset
+    monkeypatch.undo()
+    monkeypatch.setenv("MT_MEASURED", "0")
+    assert accelerator(h200) == preset and len(accelerator.hosts) == 1
 
 
 def test_a_card_that_cannot_be_measured_has_its_share_of_the_preset(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:

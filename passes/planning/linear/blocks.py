@@ -341,7 +341,7 @@ def _made_again_us(
         total = sum(costs, Cost())
         if by_itself:
             return total.time_us(machine)
-        # Beside a kernel that is bound by FLOPs its traffic is free, and the other way round.
+        # Beside products that are bound by FLOPs, the traffic of more products is free, and the other way round.
         return min(total.time_us(machine), total.traffic_us(machine), total.flops_us(machine))
 
     return min(map(more_us, block.hull))

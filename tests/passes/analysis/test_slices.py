@@ -85,7 +85,7 @@ def test_of_64_experts_the_4_that_are_used_are_fetched(experts: str, monkeypatch
     expected = steps_of(plain, adamw(plain), lambda: None)
     for layer in plain.layers:
         assert [len(used) for used in layer[1].used] == [4] * 4 and len(set(layer[1].used)) >= 3
-    trained, least = copy.deepcopy(model), smallest_budget(model)
+    trained, least = copy.deepcopy(model), smallest_budget(model, experts)
     optimizer = adamw(trained)
     compiled = mtcompile.compile(trained, memory=least, optimizer=optimizer, experts=experts, fragments=None)
     reports: list[dict[str, Any]] = []
@@ -98,9 +98,9 @@ def test_of_64_experts_the_4_that_are_used_are_fetched(experts: str, monkeypatch
     assert reports[0]["planned_fetched_bytes"] >= 2 * 2 * expert * 64
 
 
-def smallest_budget(model: nn.Module) -> int:
+def smallest_budget(model: nn.Module, experts: str = "used") -> int:
     trained = copy.deepcopy(model)
-    compiled = mtcompile.compile(trained, memory=1, optimizer=adamw(trained), experts="used", fragments=None)
+    compiled = mtcompile.compile(trained, memory=1, optimizer=adamw(trained), experts=experts, fragments=None)
     with pytest.raises(mtcompile.BudgetError) as caught:
         compiled(torch.zeros(2, 3, dtype=torch.int64))
     return int(caught.value.minimum_bytes)

@@ -1,0 +1,111 @@
+"""The time of a kernel by formula: what its operations take one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from mtcompile.capture.tracing import trace
+from mtcompile.passes.analysis import cost
+from mtcompile.passes.analysis.cost import Cost, Machine, node_cost, node_flops
+from mtcompile.passes.step_graph import kernel_of, regions
+
+aten = torch.ops.aten
+MACHINE = Machine("round", flops=1e12, memory_gbps=100.0, issue_us=1.0)
+
+
+def nodes(model: nn.Module, **data: torch.Tensor) -> list[fx.Node]:
+    step = trace(model, data).step
+    return [node for region in regions(step) for node in kernel_of(step, region).graph.nodes if node.op == "call_function"]
+
+
+def one(among: list[fx.Node], name: str) -> fx.Node:
+    return next(node for node in among if name in str(node.target))
+
+
+def test_what_is_no_product_does_not_hide_behind_products() -> None:
+    product, other = Cost(2 * 10**9, 10**6, product_nbytes=10**6), Cost(nbytes=10**8)
+    assert product.time_us(MACHINE) == 2000 and other.time_us(MACHINE) == 1000
+    assert (product + other).time_us(MACHINE) == 3000
+    assert (product + other).flops_us(MACHINE) == 3000 and (product + other).traffic_us(MACHINE) == 1010
+
+
+def test_a_product_takes_as_long_as_its_slower_part() -> None:
+    narrow = Cost(10**6, 10**8, product_nbytes=10**8)
+    assert narrow.time_us(MACHINE) == 1000 and narrow.flops_us(MACHINE) == 1
+
+
+def test_launches_count_for_small_operations_alone() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, small: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
+            return (small * self.weight).sum() + (large * self.weight).sum()
+
+    products = [n for n in nodes(Twice(), small=torch.ones(4), large=torch.ones(2**22)) if n.target is aten.mul.Tensor]
+    assert [node_cost(node).operations for node in products[:2]] == [1, 0]
+
+
+def test_attention_takes_longer_than_a_product_of_as_many_flops() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = self.project(x).view(2, 64, 4, 8).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(q, q, q).sum()
+
+    among = nodes(Attention(), x=torch.zeros(2, 64, 32))
+    shares = [node_cost(n).slow_flops / node_flops(n) for n in among if "dot_product" in str(n.target) and node_flops(n)]
+    assert shares == pytest.approx([0.25, 0.6], rel=1e-3)
+    assert node_cost(one(among, "addmm")).slow_flops == 0
+
+
+@pytest.mark.parametrize(("classes", "reads"), [(1000, (1, 2)), (32 * 1024, (3, 3))])
+def test_a_softmax_reads_long_rows_again(classes: int, reads: tuple[int, int]) -> None:
+    class Classes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.scale).log_softmax(-1).square().sum()
+
+    among = nodes(Classes(), x=torch.zeros(8, classes))
+    row = 8 * classes * 4
+    forward, backward = (node_cost(one(among, name)).nbytes for name in ("_log_softmax.d", "_log_softmax_backward"))
+    assert (forward, backward) == ((reads[0] + 1) * row, (reads[1] + 1) * row)
+
+
+def test_grouped_heads_count_with_formulas_that_ask_for_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of torch before 2.12 do."""
+
+    def strict(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], *_: Any, **__: Any) -> int:
+        assert query[:2] == key[:2] == value[:2] and query[3] == key[3]
+        return 4 * query[0] * query[1] * query[2] * key[2] * query[3]
+
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(32, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.project(x).split([32, 8, 8], -1)
+            q, k, v = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in (q, k, v))
+            return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum()
+
+    def counted(*shapes: Any, **options: Any) -> int:
+        return strict(*(tuple(getattr(shape, "shape", shape)) for shape in shapes[:3]))
+
+    attention = one(nodes(Grouped(), x=torch.zeros(2, 16, 32)), "scaled_dot_product")
+    heads = [operand.meta["val"].shape[1] for operand in attention.all_input_nodes]
+    assert set(heads) == {4, 1}, "the model's heads are no longer grouped in the graph"
+    packet = cost._SAME_FLOPS.get(attention.target.overloadpacket, attention.target.overloadpacket)  # type: ignore[union-attr]
+    monkeypatch.setitem(cost.flop_registry, packet, counted)
+    assert node_flops(attention) == 4 * 2 * 4 * 16 * 16 * 8
