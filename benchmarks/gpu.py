@@ -42,11 +42,12 @@ def tests(minutes: float) -> bool:
     rows: dict[str, Any] = known.get("tests", {}) if all(known.get(k) == v for k, v in now.items()) else {}
     passed = [test for test, row in rows.items() if row["outcome"] == "passed"]
     rows = {test: rows[test] for test in passed}
-    processes = ["-n", str(_PROCESSES), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
-    command = [sys.executable, "-m", "pytest", "-v", "tests/device", *processes, *(f"--deselect={test}" for test in passed)]
+    several = ["-n", str(_PROCESSES), "--dist", "worksteal", "-s"] if importlib.util.find_spec("xdist") else []
+    options = ["-v", "-p", "benchmarks.gpu", *several, *(f"--deselect={test}" for test in passed)]
+    command = [sys.executable, "-m", "pytest", "tests/device", *options]
     environment = {**os.environ, "MT_CACHE": "0", "PYTHONUNBUFFERED": "1"}
-    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=environment, **options) as running:
+    piped: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment, **piped) as running:
         stop = threading.Timer(60 * minutes, running.send_signal, [signal.SIGINT])  # which shows what has failed so far
         stop.start()
         for line in running.stdout or ():
@@ -92,6 +93,12 @@ def arriving() -> bool:
     """Where a kernel that reads fragments of a weight as they arrive is faster."""
     command = [sys.executable, "-m", "benchmarks.arriving", "--json", str(RESULTS / "gpu-arriving.json")]
     return subprocess.run(command, check=False).returncode == 0
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Shows a failure when it happens: a run that is cut short has no summary. This module is a plugin of ``tests``."""
+    if report.failed:
+        print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:

@@ -47,7 +47,10 @@ class Training:
     share: float | None = None
 
 
-_OF_MASTERS = ("mtcompile inductor, masters", "megatrain policy, masters", "deepspeed zero3 offload", "megatrain")
+_OF_MASTERS = (
+    *("mtcompile inductor, masters", "mtcompile eager, masters"),
+    *("megatrain policy, masters", "deepspeed zero3 offload", "megatrain"),
+)
 _LARGE = ("mtcompile inductor", "megatrain policy", "fsdp2 offload", "mtcompile eager", *_OF_MASTERS)
 _FITS = ("mtcompile inductor", "torch.compile", "mtcompile eager", "plain", "torch.compile budget", "checkpoint")
 _ATTENTION = ("flash", "cudnn", "mem_efficient", "math")  # torch's backends, in the order of what is worth knowing
@@ -61,6 +64,7 @@ def _by(backend: str, kernels: str = "inductor") -> str:
 GPU = (
     Training("4b-fits", "qwen3-4b", 8, 1024, _FITS),
     Training("7b-158x1024", "qwen2.5-7b", 158, 1024, (*_OF_MASTERS, *_LARGE[: -len(_OF_MASTERS)])),
+    Training("7b-8x2048", "qwen2.5-7b", 8, 2048, _LARGE),
     Training("7b-16x4096", "qwen2.5-7b", 16, 4096, _LARGE),
     Training("7b-4x4096", "qwen2.5-7b", 4, 4096, _LARGE),
     Training("14b-16x4096", "qwen3-14b", 16, 4096, _LARGE),

@@ -5,7 +5,7 @@ has a thread and a stream of its own. No thread waits for the device; at the end
 the copying ones, and the host only for bytes that its caller may touch next (``Fence.end``) and, where a phase has kernels on
 the host, before these for all copies of earlier phases (``Fence.on``).
 
-*Not yet measured*: this file is tested through a recording of the calls it makes (tests/helpers/fake_cuda.py), which runs the
+It is tested on a GPU, and without one through a recording of the calls it makes (tests/helpers/fake_cuda.py), which runs the
 streams in every order that their events permit.
 """
 

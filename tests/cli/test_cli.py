@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -217,6 +218,19 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     made = command("train", "--help", stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert made.returncode == 1 and "Traceback" not in made.stderr
+
+
+def test_doctor_looks_at_the_device_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[str] = []
+
+    def examine(device: Any, *_: Any) -> Any:
+        looked_at.append(device.where.type)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    for arguments in (["doctor"], ["doctor", "--device", "cpu"]):
+        assert run(*arguments)[0] == 2
+    assert looked_at == ["cuda" if torch.cuda.is_available() else "cpu", "cpu"]
 
 
 def test_unknown_variables_are_listed_with_what_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
