@@ -125,7 +125,8 @@ def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlac
     while True:
         pinned = target.pinned
         best = fastest_form(joint, captured, target, placement)
-        if placement.limit_host(best.planned.plan) or placement.limit_device(best.planned):
+        lowered = placement.limit_host(best.planned.plan) or placement.limit_device(best.planned)
+        if lowered or not target.toolchain.has_room(best.planned, target.machine):
             continue
         if probing is not None:
             probing.join()
@@ -138,7 +139,6 @@ def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlac
 
 def built_step(best: PlannedStep, tangents: Tangents, target: Target, placement: RunnablePlacement) -> CompiledStep:
     """Builds and proves a planned step, and puts parameters where its plan wants them."""
-    progress.tell("building kernels")
     built = target.toolchain.build(best.planned, target.machine)
     progress.tell("proving the schedule")
     prove(best.joint.graph, built, best.problem.budgets, placement.input_homes(best.joint.graph))

@@ -17,6 +17,7 @@ from torch._dynamo import guards
 from mtcompile import compiler
 from mtcompile.capture.joint import joint_key
 from mtcompile.kernels.eager import Built, EagerKernels
+from mtcompile.kernels.measure import Alone
 from mtcompile.passes.cuts import bounds, compare
 from mtcompile.passes.planning import candidates, frontier
 from mtcompile.passes.planning.candidates import Candidates
@@ -111,12 +112,19 @@ def measured_kernels() -> defaultdict[str, dict[tuple[str, int], Built]]:
     return defaultdict(dict)
 
 
+@pytest.fixture(scope="module")
+def measured_operations() -> defaultdict[str, defaultdict[int, dict[str, Alone]]]:
+    """The operations that the tests of a file have measured, by device and thread count."""
+    return defaultdict(lambda: defaultdict(dict))
+
+
 @pytest.fixture(autouse=True)
 def equal_graphs_are_traced_and_measured_once(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     traced_graphs: dict[Any, fx.GraphModule],
     measured_kernels: defaultdict[str, dict[tuple[str, int], Built]],
+    measured_operations: defaultdict[str, defaultdict[int, dict[str, Alone]]],
 ) -> None:
     """Lets the tests of a file share joint graphs, by the key under which these are cached between runs, and the bytes that
     eager kernels need: most compile a model at several budgets. Tests that are long trace and measure for themselves."""
@@ -137,6 +145,7 @@ def equal_graphs_are_traced_and_measured_once(
     def starting(kernels: EagerKernels, device: torch.device) -> None:
         start(kernels, device)
         kernels.known = measured_kernels[str(device)]
+        kernels.alone = measured_operations[str(device)]
 
     monkeypatch.setattr(compiler, "joint_of", joint_of)
     monkeypatch.setattr(EagerKernels, "__init__", starting)

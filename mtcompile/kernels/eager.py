@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from mtcompile.kernels.measure import Call, copied, example_inputs, measure, on_zeros
+from mtcompile.kernels.measure import (
+    Alone,
+    alike,
+    allocating,
+    composed,
+    copied,
+    measure,
+    measured_alone,
+)
+from mtcompile.kernels.zeros.run import Call, example_inputs, on_zeros
+from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.storages import reads_storage
 from mtcompile.passes.lazy_graph import forward_of
 from mtcompile.runtime.devices.arena import own_storage
@@ -27,20 +38,51 @@ class Built:
 
 class EagerKernels:
     """Makes kernels that run a body operation by operation and drop each intermediate after its last use. Measures each kernel
-    once per thread count. ``device``: where they run."""
+    that is made once per thread count; of those that are only planned with, most have operations in common: it measures each
+    of these once. ``device``: where they run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.known: dict[tuple[str, int], Built] = {}
+        self.alone: defaultdict[int, dict[str, Alone]] = defaultdict(dict)  # by thread count
+        self.by_operations: dict[tuple[str, int], int | None] = {}
+        self.measures_each = False  # before it is planned with
 
     def __call__(self, kernel: fx.GraphModule) -> Built:
+        """Returns a kernel, measured. Its workspace is no less than what it was planned with."""
         key = (kernel.meta["key"], torch.get_num_threads())
         if key not in self.known:
-            self.known[key] = _eager_kernel(kernel, self.device)
+            built = _eager_kernel(kernel, self.device)
+            self.known[key] = replace(built, workspace=max(built.workspace, self._by_operations(kernel) or 0))
         return self.known[key]
 
     def workspace(self, kernel: fx.GraphModule) -> int:
+        """Returns the bytes that a kernel is planned with: by its operations as far as these tell it, or else measured."""
+        if self.measures_each or (kernel.meta["key"], torch.get_num_threads()) in self.known:
+            return self.measured(kernel)
+        needed = self._by_operations(kernel)
+        return self.measured(kernel) if needed is None else needed
+
+    def measured(self, kernel: fx.GraphModule) -> int:
+        """Returns the bytes that a kernel runs with."""
         return self(kernel).workspace
+
+    def _by_operations(self, kernel: fx.GraphModule) -> int | None:
+        """Returns a kernel's bytes by its operations; None if they do not tell these."""
+        key = (kernel.meta["key"], torch.get_num_threads())
+        if key not in self.by_operations:
+            alone = [measured_alone(node, self.device, self.alone[key[1]]) for node in allocating(kernel)]
+            told = all(each.as_declared for each in alone)
+            self.by_operations[key] = composed(kernel, dict(zip(allocating(kernel), alone, strict=True))) if told else None
+        return self.by_operations[key]
+
+    def about(self, kernel: fx.GraphModule, threads: int) -> int:
+        """Returns the bytes that a kernel needs as far as that was measured, or else by shapes: measures nothing."""
+        if (built := self.known.get((kernel.meta["key"], threads))) is not None:
+            return built.workspace
+        known = self.alone.get(threads, {})
+        alone = {node: known.get(alike(node), Alone(0)) for node in allocating(kernel)}
+        return max(workspace_nbytes(kernel), composed(kernel, alone))
 
     def examples(self, kernel: fx.GraphModule) -> Callable[[], list[torch.Tensor]]:
         """Returns a function that makes inputs with the kernel's layouts."""

@@ -14,8 +14,9 @@ from mtcompile import torch_private
 from mtcompile.errors import ends_device
 from mtcompile.kernels.compile_pool import compile_ahead, record_compiled
 from mtcompile.kernels.eager import Built, EagerKernels, in_own_storages
-from mtcompile.kernels.measure import Call, example_inputs, looks_up_values, measure
+from mtcompile.kernels.measure import measure
 from mtcompile.kernels.random import with_explicit_state, with_generator
+from mtcompile.kernels.zeros.run import Call, example_inputs, looks_up_values
 from mtcompile.passes.generators import generator_state, replay, rng_preserved, save_rng
 from mtcompile.passes.step_graph import body_outputs, is_random, storage_nbytes
 from mtcompile.runtime.schedule import aligned

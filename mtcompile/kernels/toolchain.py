@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mtcompile import knobs
+from mtcompile import knobs, progress
 from mtcompile.kernels.cuda_graphs import Graphs, graphed
 from mtcompile.kernels.eager import Built, EagerKernels
 from mtcompile.kernels.inductor import InductorKernels
-from mtcompile.kernels.measure import looks_up_values
+from mtcompile.kernels.zeros.run import looks_up_values
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.generators import rng_preserved
 from mtcompile.passes.planning.planner import relowered
@@ -48,10 +48,27 @@ class Toolchain:
     inductor: InductorKernels
     graphs: Graphs | None
 
+    def has_room(self, planned: Planned, machine: Machine) -> bool:
+        """Tells whether a plan still fits with the workspace that its kernels are measured to need. If it does not, plans go by
+        kernels that are measured from now on."""
+        progress.tell("building kernels")
+        limit = planned.schedule.budget_nbytes.get("device")
+        if limit is None or self._measured(planned, machine, _bodies(planned)).schedule.peak_nbytes["device"] <= limit:
+            return True
+        self.eager.measures_each = True
+        return False
+
+    def _measured(self, planned: Planned, machine: Machine, bodies: Bodies) -> Planned:
+        """Returns a plan with the workspace that its kernels are measured to need: what it was made with, or rarely more."""
+        needed = {name: self.eager.measured(body) for name, body in bodies.items()}
+        if all(i.workspace == needed[i.kernel] for i in planned.schedule.instructions if i.kernel in needed):
+            return planned
+        return relowered(planned, machine, self.eager.measured)
+
     def build(self, planned: Planned, machine: Machine) -> BuiltStep:
         """Returns the plan, lowered again with the workspace its kernels need, and a callable for each kernel."""
-        used = {i.kernel for i in planned.schedule.instructions if i.op == "run"}
-        bodies: dict[str, Any] = {str(name): body for name, body in planned.step.named_children() if name in used}
+        bodies = _bodies(planned)
+        planned = self._measured(planned, machine, bodies)
         built = {name: self.eager(body) for name, body in bodies.items()}
         if self.fuses:
             planned, built = self._compiled(planned, machine, bodies, built)
@@ -87,6 +104,13 @@ class Toolchain:
                 calls[name] = graph[0]
                 held += graph[1]
         return BuiltStep(relowered(planned, machine, step.workspace, held), calls, step.workspaces, held)
+
+
+def _bodies(planned: Planned) -> dict[str, fx.GraphModule]:
+    """Returns the kernels that a plan calls, by name."""
+    used = {i.kernel for i in planned.schedule.instructions if i.op == "run"}
+    bodies: dict[str, Any] = {str(name): body for name, body in planned.step.named_children() if name in used}
+    return bodies
 
 
 def toolchain_for(where: torch.device, fuses: bool) -> Toolchain:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from torch import fx
@@ -36,11 +36,20 @@ def body_peak(body: fx.Graph) -> int:
     return max(body_lives(body), default=0)
 
 
-def body_lives(body: fx.Graph, given: Mapping[fx.Node, int] = MappingProxyType({})) -> list[int]:
-    """Live bytes made inside a body run in order, at each node, each storage freed after the last use of any view of it.
-    ``given``: bytes of inputs that count as if the body had made them.
+def nbytes_of_tiles(node: fx.Node) -> int:
+    """Bytes that an operation in tiles needs inside."""
+    if node.target is not run_tiles:
+        return 0
+    program = program_of(str(node.args[0]))
+    return inside_nbytes(program, body_peak(program.tile.graph))
 
-    Operation-internal buffers are not in it: a kernel's workspace is measured where it can be run.
+
+def body_lives(
+    body: fx.Graph, given: Mapping[fx.Node, int] = MappingProxyType({}), inside: Callable[[fx.Node], int] = nbytes_of_tiles
+) -> list[int]:
+    """Live bytes made inside a body run in order, at each node, each storage freed after the last use of any view of it.
+    ``given``: bytes of inputs that count as if the body had made them. ``inside``: bytes that an operation needs beside its
+    results; by shapes, only those in tiles are known to. A kernel's workspace is measured where it can be run.
     """
 
     def size(node: fx.Node) -> int:
@@ -62,19 +71,11 @@ def body_lives(body: fx.Graph, given: Mapping[fx.Node, int] = MappingProxyType({
         if node.op == "output":
             break
         live += size(node)
-        lives.append(live + _nbytes_of_tiles(node))
+        lives.append(live + inside(node))
         if node not in last:
             live -= size(node)
         live -= sum(size(root) for root in expiring.get(position, ()))
     return lives
-
-
-def _nbytes_of_tiles(node: fx.Node) -> int:
-    """Bytes that an operation in tiles needs inside."""
-    if node.target is not run_tiles:
-        return 0
-    program = program_of(str(node.args[0]))
-    return inside_nbytes(program, body_peak(program.tile.graph))
 
 
 def output_nbytes(kernel: fx.GraphModule) -> int:

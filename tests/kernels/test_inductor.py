@@ -18,8 +18,9 @@ import mtcompile
 from mtcompile.kernels import inductor
 from mtcompile.kernels.compile_pool import worker
 from mtcompile.kernels.eager import EagerKernels
-from mtcompile.kernels.measure import Measured, example_inputs
+from mtcompile.kernels.measure import Measured
 from mtcompile.kernels.random import with_explicit_state, with_generator
+from mtcompile.kernels.zeros.run import example_inputs
 from mtcompile.machine.device import allocator_peak
 from mtcompile.passes.step_graph import is_random, kernel_of, regions
 from tests.helpers.models import Gpt, Small, tokens

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from mtcompile.kernels.measure import example
+from mtcompile.kernels.zeros.run import example
 from mtcompile.passes import PIPELINE, rewrite
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.kernels import kernel_key

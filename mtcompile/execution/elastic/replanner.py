@@ -18,15 +18,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import fx
 
 from mtcompile.compiler import JointStep, PlannedStep, Target, built_step
 from mtcompile.execution.calibration import speeds
 from mtcompile.execution.compiled import CompiledStep
 from mtcompile.execution.elastic.speeds import Recent, Speeds, drift_of
 from mtcompile.execution.session import CompiledSteps, Session
-from mtcompile.kernels.eager import EagerKernels
-from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.cuts.form import WHOLE
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Plan
@@ -102,8 +99,7 @@ class Elastic:
         """Starts to plan, with parameters at home where they are now."""
         session = self._session
         budgets, fixed = session.door.constraints(problem.step)
-        kernels = session.toolchain.eager
-        workspace = partial(_known_workspace, kernels, torch.get_num_threads())
+        workspace = partial(session.toolchain.eager.about, threads=torch.get_num_threads())  # beside a step, none is measured
         problem = replace(problem, budgets=budgets, fixed_homes=fixed, workspace=workspace)
         self._job = job = _Job(recent, problem, why, max(0, session.frames.expected - 1))
         job.thread = threading.Thread(target=_plan, args=(job, session.planning), daemon=True, name="mtcompile planning")
@@ -137,7 +133,7 @@ class Elastic:
         """Builds and proves a plan and lets it take over. Tells whether it fits."""
         session, compiled = self._session, job.recent.compiled
         session.drain()
-        problem = replace(job.problem, workspace=session.toolchain.eager.workspace)  # now kernels may be run to measure them
+        problem = replace(job.problem, workspace=session.toolchain.eager.measured)  # now kernels may be run
         candidate = evaluate(problem, draft_of(problem.step), plan)
         now, _ = session.door.constraints(problem.step)
         if not fits(candidate.plan, now) or not leaves_room(now, candidate.schedule, job.beside):
@@ -184,12 +180,6 @@ def _plan(job: _Job, planning: AbstractContextManager[object]) -> None:
         pass
     except Exception as error:  # told by whoever takes it
         job.error = error
-
-
-def _known_workspace(kernels: EagerKernels, threads: int, kernel: fx.GraphModule) -> int:
-    """Returns the workspace of a kernel as measured, or else by shapes: beside a step that runs, none can be measured."""
-    built = kernels.known.get((kernel.meta["key"], threads))
-    return workspace_nbytes(kernel) if built is None else built.workspace
 
 
 def _difference(old: Schedule, new: Schedule) -> str:

@@ -1,0 +1,1 @@
+"""Zeros as inputs of kernels and operations, to measure these by."""
