@@ -87,6 +87,7 @@ from mtcompile.torch_private.tracing import (
     plainly,
     tracing_joint,
     tracing_wide_grouped_products,
+    within_a_graphs_mode,
     without_memory,
 )
 
@@ -161,6 +162,7 @@ __all__ = [
     "tracing_joint",
     "tracing_new_leaves",
     "tracing_wide_grouped_products",
+    "within_a_graphs_mode",
     "without_break_warnings",
     "without_memory",
 ]
