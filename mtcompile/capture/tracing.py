@@ -21,6 +21,7 @@ from mtcompile.passes.joint.build import build
 from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.joint.strides import Observe
+from mtcompile.torch_private import within_a_graphs_mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,10 @@ def trace(
 ) -> Traced:
     """``trace_joint``, cut into regions; with ``loss_chunks``, its loss head in chunks."""
     joint, inputs = trace_joint(model, data, device, observe)
-    if loss_chunks > 1:
-        chunk_loss(joint, loss_chunks)
-    return Traced(joint, build(joint), inputs)
+    with within_a_graphs_mode():
+        if loss_chunks > 1:
+            chunk_loss(joint, loss_chunks)
+        return Traced(joint, build(joint), inputs)
 
 
 def trace_joint(
@@ -80,7 +82,8 @@ def trace_joint(
         description = describe(graph, inputs, lambda tensor: names.get(id(tensor)), where)
         scalars = tuple(differentiable and scalar for _, differentiable, scalar in description.computed)
         joint = joint_graph(description, scalars, observe)
-        traces.append((_repeated(joint, repeated, observe), tuple(inputs)))
+        with within_a_graphs_mode():
+            traces.append((_repeated(joint, repeated, observe), tuple(inputs)))
         return lambda *_: results  # shapes alone: nothing runs
 
     def call(**inputs: Any) -> Any:  # a frame of our own: Dynamo skips those of torch.nn

@@ -24,6 +24,7 @@ from mtcompile.torch_private.autograd import (
     shares_storage,
     storage_holders,
     storage_id,
+    total_norm,
 )
 from mtcompile.torch_private.dynamo import (
     break_after,
@@ -86,6 +87,7 @@ from mtcompile.torch_private.tracing import (
     plainly,
     tracing_joint,
     tracing_wide_grouped_products,
+    within_a_graphs_mode,
     without_memory,
 )
 
@@ -156,9 +158,11 @@ __all__ = [
     "storage_holders",
     "storage_id",
     "taking_known_values",
+    "total_norm",
     "tracing_joint",
     "tracing_new_leaves",
     "tracing_wide_grouped_products",
+    "within_a_graphs_mode",
     "without_break_warnings",
     "without_memory",
 ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from mtcompile.errors import StepError
 
@@ -102,6 +103,15 @@ def move_to_front(hook: Any) -> None:
 def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
     """The norm of a gradient as ``clip_grad_norm_`` computes it. On a GPU its sum has another order than ``vector_norm``'s."""
     return torch._foreach_norm([gradient])[0]
+
+
+def total_norm(norms: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of gradients as ``clip_grad_norm_`` adds it up: by device and dtype, on the device of the first. ``norms``: of
+    each, in the dtype of its gradient. ``like``: for each, a tensor of its gradient's device and dtype."""
+    groups = _group_tensors_by_device_and_dtype([[tensor.new_empty(0) for tensor in like]], with_indices=True)
+    order = [index for _, indices in groups.values() for index in indices]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[index].to(like[0].device) for index in order]))
+    return total
 
 
 def refuse_clipping(parameters: Iterable[torch.Tensor], why: str) -> None:

@@ -151,6 +151,13 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def within_a_graphs_mode() -> contextlib.AbstractContextManager[Any]:
+    """Suspends ``without_memory``: a graph's fake tensors have a mode of their own, and what is made of them has that one."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 @contextlib.contextmanager
 def building_without_memory() -> Iterator[Callable[[torch.nn.Module], None]]:
     """``without_memory`` for code that builds a model: ``module.to`` converts, random initial values are left out, and

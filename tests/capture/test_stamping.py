@@ -19,9 +19,10 @@ from mtcompile.capture import tracing
 from mtcompile.capture.stamping.blocks import FEWEST, TRACED
 from mtcompile.capture.tracing import trace_joint
 from mtcompile.errors import CaptureError
-from mtcompile.models.decoders import Decoder, Shape
+from mtcompile.models.decoders import SHAPES, Decoder, Shape, fake
 from mtcompile.passes.graph_json import graph_to_json
 from mtcompile.passes.joint.normalize import normalize
+from mtcompile.passes.step_graph import kernel_of, regions
 
 BLOCKS, WIDTH = 6, 8
 
@@ -336,3 +337,14 @@ def test_a_stamped_step_is_bit_equal() -> None:
         model(x).backward()
     for (name, one), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad), name
+
+
+def test_a_step_traced_without_memory_has_its_loss_in_chunks() -> None:
+    """What is made of a graph's fake tensors is of their mode, whichever is active."""
+    with torch_private.without_memory():
+        model = fake(SHAPES["gpt-11m"].shortened(2))
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+        step = tracing.trace(model, {"tokens": tokens, "targets": tokens}, loss_chunks=4).step
+    assert (
+        sum("log_softmax" in str(node.target) for region in regions(step) for node in kernel_of(step, region).graph.nodes) >= 4
+    )

@@ -25,7 +25,7 @@ from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.optim.written_update import count_step
 from mtcompile.passes.step_graph import Fragment, gradient_norms, gradient_scale, update
 from mtcompile.runtime.optim import host_kernels
-from mtcompile.torch_private import gradient_norm
+from mtcompile.torch_private import gradient_norm, total_norm
 
 
 class Shares(Protocol):
@@ -138,13 +138,17 @@ def _norm_dtype(backward: Backward, tensor: Tensor) -> torch.dtype:
 
 
 def _clip_factor(backward: Backward, names: tuple[str, ...], *norms: Tensor) -> tuple[Tensor]:
-    """``max_grad_norm`` over the norm of all gradients, at most 1; summed in the order of the model's parameters."""
+    """``max_grad_norm`` over the norm of all gradients, at most 1; summed in the order of the model's parameters, as torch's
+    clip_grad_norm_ does it where there are no fp32 masters."""
     limit = backward.options.max_grad_norm
     backward.cast_rooms.clear()
     joined = torch.cat(norms)
     by_name = dict(zip(names, joined, strict=True))
-    ordered = [by_name[name].to(_norm_dtype(backward, p)) for name, p in backward.parameters.items() if name in by_name]
-    total = torch.linalg.vector_norm(torch.stack(ordered))
+    parameters = [(by_name[name], p.detach()) for name, p in backward.parameters.items() if name in by_name]
+    if backward.masters is not None:
+        total = torch.linalg.vector_norm(torch.stack([norm for norm, _ in parameters]))
+    else:
+        total = total_norm([norm.to(p.dtype) for norm, p in parameters], [p for _, p in parameters]).cpu()
     backward.grad_norm = float(total)
     if not math.isfinite(backward.grad_norm):
         first = next((name for name in names if not math.isfinite(float(by_name[name]))), names[0])
