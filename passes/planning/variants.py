@@ -37,8 +37,8 @@ def trade_off(
 ) -> tuple[Variant, ...]:
     """Returns the lower convex hull of (bytes kept, time to recompute) over the choices of a block's saved values that keep
     those in the positions of ``always``, by rising bytes. Each point is a minimum cut: with a byte priced at the slope between
-    two points, the cheapest choice lies between them, or there is none. The first point does not always recompute all: replaying
-    a random operation may keep a generator's state that is larger than its result."""
+    two points, the cheapest choice lies between them, or there is none. The first point does not always recompute all:
+    replaying a random operation may keep a generator's state that is larger than its result."""
     items = saved_values(region)
     saved = tuple(int(item.args[1]) for item in items)
     reader = next((call for call in regions(step) if any(call in item.users for item in items)), None)
