@@ -37,10 +37,8 @@ def trade_off(
 ) -> tuple[Variant, ...]:
     """Returns the lower convex hull of (bytes kept, time to recompute) over the choices of a block's saved values that keep
     those in the positions of ``always``, by rising bytes. Each point is a minimum cut: with a byte priced at the slope between
-    two points, the cheapest choice lies between them, or there is none. What is recomputed runs in one kernel with a backward,
-    whose time is that of its FLOPs or of its traffic, whichever is more: so cuts are made for both, and for a mixture. The
-    first point does not always recompute all: replaying a random operation may keep a generator's state that is larger than
-    its result."""
+    two points, the cheapest choice lies between them, or there is none. The first point does not always recompute all:
+    replaying a random operation may keep a generator's state that is larger than its result."""
     items = saved_values(region)
     saved = tuple(int(item.args[1]) for item in items)
     reader = next((call for call in regions(step) if any(call in item.users for item in items)), None)
@@ -87,28 +85,26 @@ def _trade_off(
         if position not in always:
             open_sizes[node] = open_sizes.get(node, 0) + sizes[position]
     together = _together(again, open_sizes)
-    for flops in (1.0, 0.5, 0.0):
-        work: dict[_Makes, int] = {}  # ns
-        for makes, nodes in together.items():
-            costs = [cost_of(node) for node in nodes]
-            work[makes] = sum(round(1e3 * (flops * c.flops_us(machine) + (1 - flops) * c.traffic_us(machine))) for c in costs)
+    work = {
+        makes: sum(round(1e3 * cost_of(node).time_us(machine)) for node in nodes) for makes, nodes in together.items()
+    }  # ns
 
-        def cheapest(ns: int, nbytes: int, work: Mapping[_Makes, int] = work) -> tuple[Variant, int]:
-            """The choice that costs least if keeping ``nbytes`` costs ``ns``, and the ns of what it recomputes."""
-            chosen = _cheapest(work, together, open_sizes, states, ns, nbytes)
-            cut = variant(i for i, node in enumerate(saved) if node not in chosen)
-            return cut, sum(ns for makes, ns in work.items() if makes & chosen)
+    def cheapest(ns: int, nbytes: int) -> tuple[Variant, int]:
+        """The choice that costs least if keeping ``nbytes`` costs ``ns``, and the ns of what it recomputes."""
+        chosen = _cheapest(work, together, open_sizes, states, ns, nbytes)
+        cut = variant(i for i, node in enumerate(saved) if node not in chosen)
+        return cut, sum(ns for makes, ns in work.items() if makes & chosen)
 
-        todo = [(cheapest(sum(work.values()) + 1, 1), (everything, 0))]
-        points.append(todo[0][0][0])
-        while todo:
-            (light, more), (heavy, less) = todo.pop()
-            if more <= less or heavy.nbytes - light.nbytes <= 1:
-                continue
-            middle = cheapest(more - less, heavy.nbytes - light.nbytes)
-            if light.nbytes < middle[0].nbytes < heavy.nbytes:
-                points.append(middle[0])
-                todo += [((light, more), middle), (middle, (heavy, less))]
+    todo = [(cheapest(sum(work.values()) + 1, 1), (everything, 0))]
+    points.append(todo[0][0][0])
+    while todo:
+        (light, more), (heavy, less) = todo.pop()
+        if more <= less or heavy.nbytes - light.nbytes <= 1:
+            continue
+        middle = cheapest(more - less, heavy.nbytes - light.nbytes)
+        if light.nbytes < middle[0].nbytes < heavy.nbytes:
+            points.append(middle[0])
+            todo += [((light, more), middle), (middle, (heavy, less))]
     return tuple(_lower_hull(points))
 
 
