@@ -21,6 +21,7 @@ from mtcompile.kernels.measure import (
 from mtcompile.kernels.zeros.run import Call, example_inputs, on_zeros
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.storages import reads_storage
+from mtcompile.passes.generators import replay, save_rng
 from mtcompile.passes.lazy_graph import forward_of
 from mtcompile.runtime.devices.arena import own_storage
 
@@ -71,9 +72,11 @@ class EagerKernels:
         """Returns a kernel's bytes by its operations; None if they do not tell these."""
         key = (kernel.meta["key"], torch.get_num_threads())
         if key not in self.by_operations:
-            alone = [measured_alone(node, self.device, self.alone[key[1]]) for node in allocating(kernel)]
-            told = all(each.as_declared for each in alone)
-            self.by_operations[key] = composed(kernel, dict(zip(allocating(kernel), alone, strict=True))) if told else None
+            told, alone = not any(node.target in (save_rng, replay) for node in kernel.graph.nodes), dict[fx.Node, Alone]()
+            for node in allocating(kernel) if told else ():  # which leave out those that copy a generator's state
+                alone[node] = measured_alone(node, self.device, self.alone[key[1]])
+                told = told and alone[node].as_declared
+            self.by_operations[key] = composed(kernel, alone) if told else None
         return self.by_operations[key]
 
     def about(self, kernel: fx.GraphModule, threads: int) -> int:
