@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.run import about
-from mtcompile.machine.bandwidth import host_adamw
+from mtcompile.machine.bandwidth import adamw_gbps
 from mtcompile.machine.timing import QUICK
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import NORM_COPIES
@@ -127,7 +127,7 @@ def judged(
 
 def against_plan(millions: int, rounds: int) -> list[dict[str, Any]]:
     """Times each kernel of queue host beside what a plan counts on for it; a row each. ``ratio``: measured over planned."""
-    machine = Machine(host_gbps=host_adamw(QUICK)[0])
+    machine = Machine(host_gbps=adamw_gbps(QUICK))
     count, generator = millions * 10**6, torch.Generator().manual_seed(0)
     values = torch.randn(count, generator=generator)
     high, remainder = split(values)

@@ -18,15 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.run import about
 from mtcompile.capture.tracing import trace
+from mtcompile.kernels.zeros.run import zeros_of
 from mtcompile.machine.device import choose
 from mtcompile.machine.presets import machine_of
+from mtcompile.machine.timing import waiter
 from mtcompile.models.decoders import SHAPES, fake
 from mtcompile.passes.analysis.cost import Machine, node_cost
 from mtcompile.passes.step_graph import is_view, kernel_of, regions
+from mtcompile.torch_private import without_memory
 
 _RUNS = 5
 _SMALL = 200  # below so many microseconds a run repeats the operation, since its launch takes as long
@@ -35,7 +37,7 @@ _SMALL = 200  # below so many microseconds a run repeats the operation, since it
 def operations(shape: str, batch: int, seq: int, where: torch.device, chunks: int) -> Iterator[tuple[int, fx.Node]]:
     """How often each kernel's operations run in a step, and the operations."""
     layers = SHAPES[shape].layers
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with without_memory():
         tokens = torch.zeros((batch, seq), dtype=torch.int64, device=where)
         step = trace(fake(SHAPES[shape].shortened(2)), {"tokens": tokens, "targets": tokens}, where, loss_chunks=chunks).step
     times: dict[str, int] = {}
@@ -55,8 +57,10 @@ def measure(node: fx.Node, where: torch.device) -> float:
     """Microseconds of one run of an operation."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: _like(operand.meta["val"], where))
 
+    wait = waiter(where)
+
     def run(repeats: int) -> float:
-        _wait(where)
+        wait()
         if where.type != "cuda":
             started = time.perf_counter()
             for _ in range(repeats):
@@ -79,13 +83,8 @@ def _like(value: Any, where: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
     host_or_device = value.device if value.device.type == "cpu" else where
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=host_or_device)
-    return made.normal_() if value.dtype.is_floating_point else made.zero_()
-
-
-def _wait(where: torch.device) -> None:
-    if where.type == "cuda":
-        torch.cuda.synchronize(where)
+    zeros = zeros_of(value, host_or_device)
+    return zeros.normal_() if value.dtype.is_floating_point else zeros
 
 
 def rows(shape: str, batch: int, seq: int, where: torch.device, machine: Machine, chunks: int) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ class EagerKernels:
 
     def __call__(self, kernel: fx.GraphModule) -> Built:
         """Returns a kernel, measured. Its workspace is no less than what it was planned with."""
-        key = (kernel.meta["key"], torch.get_num_threads())
+        key = _key(kernel)
         if key not in self.known:
             built = _eager_kernel(kernel, self.device)
             self.known[key] = replace(built, workspace=max(built.workspace, self._by_operations(kernel) or 0))
@@ -59,7 +59,7 @@ class EagerKernels:
 
     def workspace(self, kernel: fx.GraphModule) -> int:
         """Returns the bytes that a kernel is planned with: by its operations as far as these tell it, or else measured."""
-        if self.measures_each or (kernel.meta["key"], torch.get_num_threads()) in self.known:
+        if self.measures_each or _key(kernel) in self.known:
             return self.measured(kernel)
         needed = self._by_operations(kernel)
         return self.measured(kernel) if needed is None else needed
@@ -70,14 +70,16 @@ class EagerKernels:
 
     def _by_operations(self, kernel: fx.GraphModule) -> int | None:
         """Returns a kernel's bytes by its operations; None if they do not tell these."""
-        key = (kernel.meta["key"], torch.get_num_threads())
+        key = _key(kernel)
         if key not in self.by_operations:
-            told, alone = not any(node.target in (save_rng, replay) for node in kernel.graph.nodes), dict[fx.Node, Alone]()
-            for node in allocating(kernel) if told else ():  # which leave out those that copy a generator's state
-                alone[node] = measured_alone(node, self.device, self.alone[key[1]])
-                told = told and alone[node].as_declared
-            self.by_operations[key] = composed(kernel, alone) if told else None
+            self.by_operations[key] = self._composed(kernel, self.alone[key[1]])
         return self.by_operations[key]
+
+    def _composed(self, kernel: fx.GraphModule, known: dict[str, Alone]) -> int | None:
+        if any(node.target in (save_rng, replay) for node in kernel.graph.nodes):  # a generator's state is not counted there
+            return None
+        alone = {node: measured_alone(node, self.device, known) for node in allocating(kernel)}
+        return composed(kernel, alone) if all(each.as_declared for each in alone.values()) else None
 
     def about(self, kernel: fx.GraphModule, threads: int) -> int:
         """Returns the bytes that a kernel needs as far as that was measured, or else by shapes: measures nothing."""
@@ -90,6 +92,11 @@ class EagerKernels:
     def examples(self, kernel: fx.GraphModule) -> Callable[[], list[torch.Tensor]]:
         """Returns a function that makes inputs with the kernel's layouts."""
         return lambda: example_inputs(kernel, self.device)
+
+
+def _key(kernel: fx.GraphModule) -> tuple[str, int]:
+    """What a kernel's bytes depend on: its body, and the threads that run it."""
+    return kernel.meta["key"], torch.get_num_threads()
 
 
 def in_own_storages(kernel: fx.GraphModule, call: Call) -> Call:

@@ -127,12 +127,8 @@ def measured_alone(node: fx.Node, device: torch.device, known: dict[str, Alone])
 
 def alike(node: fx.Node) -> str:
     """A key that is equal for operations that allocate the same."""
-    operands = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: tuple(map(_layout, iter_tensors(n))))
+    operands = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: tuple(map(str, map(layout_of, iter_tensors(n)))))
     return f"{node.target} {operands}"
-
-
-def _layout(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
 
 
 def _alone(node: fx.Node, device: torch.device) -> Alone:
@@ -158,11 +154,11 @@ def _alone(node: fx.Node, device: torch.device) -> Alone:
                 if parts == 1:
                     compare_shapes(node, results)
                 tensors = [each for each in pytree.tree_leaves(results) if isinstance(each, torch.Tensor)]
-                made = sum(aligned(tensor.untyped_storage().nbytes()) for tensor in tensors)
+                results_nbytes = sum(aligned(tensor.untyped_storage().nbytes()) for tensor in tensors)
                 del results, tensors
             if peak.nbytes is None:
                 return Alone(around_nbytes(node), as_declared=False)
-            return Alone(parts * max(0, peak.nbytes - made), parts, parts > 1 or made <= made_nbytes(node))
+            return Alone(parts * max(0, peak.nbytes - results_nbytes), parts, parts > 1 or results_nbytes <= made_nbytes(node))
         except torch.OutOfMemoryError:
             continue
         except CaptureError:
@@ -179,9 +175,7 @@ def strides_on(device: torch.device) -> Observe:
     known: dict[str, list[tuple[int, ...] | None] | None] = {}
 
     def observe(node: fx.Node) -> list[tuple[int, ...] | None] | None:
-        layouts = fx.node.map_arg((node.args, node.kwargs), lambda n: tuple(map(str, map(layout_of, iter_tensors(n)))))
-        key = f"{node.target} {layouts}"
-        if key not in known:
+        if (key := alike(node)) not in known:
             known[key] = _result_strides(node, device)
         return known[key]
 

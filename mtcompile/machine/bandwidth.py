@@ -136,17 +136,19 @@ def device_memory(where: torch.device, effort: Effort) -> tuple[float, Measureme
     return rate, Measurement("device memory", "GB/s", {"a + b": rate}, meaning)
 
 
+def adamw_gbps(effort: Effort, fused: bool = True) -> float:
+    """Measures torch's AdamW on fp32 on the host, by the bytes it has to move."""
+    weights = [torch.full((effort.parameters // 4,), 0.5, requires_grad=True) for _ in range(4)]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 0.5)
+    step = torch.optim.AdamW(weights, fused=fused).step
+    return _ADAMW_NBYTES * effort.parameters / median_s(step, effort.seconds) / 1e9
+
+
 def host_adamw(effort: Effort) -> tuple[float, Measurement]:
     """Measures torch's AdamW on fp32 by the bytes it has to move. Returns the fused one's GB/s, and the row."""
 
-    def rate(fused: bool) -> float:
-        weights = [torch.full((effort.parameters // 4,), 0.5, requires_grad=True) for _ in range(4)]
-        for weight in weights:
-            weight.grad = torch.full_like(weight, 0.5)
-        step = torch.optim.AdamW(weights, fused=fused).step
-        return _ADAMW_NBYTES * effort.parameters / median_s(step, effort.seconds) / 1e9
-
-    values = {"fused=True": rate(True), "fused=False": rate(False)}
+    values = {"fused=True": adamw_gbps(effort), "fused=False": adamw_gbps(effort, fused=False)}
     fused, default = values.values()
     seconds = _ADAMW_NBYTES * PARAMETERS / fused / 1e9
     meaning = f"7 billion fp32 parameters step in {seconds:.1f} s; fused=True is {fused / default:.1f} times as fast as without"

@@ -107,8 +107,8 @@ def _on_this_host(where: torch.device, preset: Machine) -> Machine:
 
 @functools.cache
 def _host_gbps() -> float:
-    """As measured by this process, for where no cache remembers it."""
-    return float(f"{bandwidth.host_adamw(QUICK)[0]:.2g}")
+    """The speed that this process measured, for where no cache remembers it."""
+    return float(f"{bandwidth.adamw_gbps(QUICK):.2g}")
 
 
 def _other_card(where: torch.device, preset: Machine, why: str) -> Machine:

@@ -234,16 +234,16 @@ def node_cost(node: fx.Node) -> Cost:
     nbytes += _read_again_nbytes(node)
     fusible = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _REDUCTIONS
     flops, waits = node_flops(node), int(nbytes < _HIDING_NBYTES)
-    slow_flops = round(flops * (_ATTENTION_US[way] - 1)) if flops and (way := _attention(node)) else 0
+    slow_flops = round(flops * (_flop_us(node) - 1))
     return Cost(flops, nbytes, waits, nbytes * fusible, waits * fusible, nbytes if flops else 0, slow_flops)
 
 
-def _attention(node: fx.Node) -> str:
-    """The direction of an operation that is attention; "" for others."""
-    target = node.args[2] if node.target is replay else node.target
-    if "scaled_dot_product" not in str(target):
-        return ""
-    return "backward" if "backward" in str(target) else "forward"
+def _flop_us(node: fx.Node) -> float:
+    """How much longer a FLOP of an operation takes than one of a product."""
+    operation = str(node.args[2] if node.target is replay else node.target)
+    if "scaled_dot_product" not in operation:
+        return 1.0
+    return _ATTENTION_US["backward" if "backward" in operation else "forward"]
 
 
 def _read_again_nbytes(node: fx.Node) -> int:
@@ -251,9 +251,8 @@ def _read_again_nbytes(node: fx.Node) -> int:
     times = _READ_AGAIN.get(getattr(node.target, "overloadpacket", None), 0)
     if not times:
         return 0
-    value = next(iter_tensors(node.all_input_nodes[0]))
-    position = 1 if times > 1 else 2  # of the dimension among the arguments
-    row = value.shape[node.args[position]] * value.element_size() if value.dim() else 0
+    value, dim = next(iter_tensors(node.all_input_nodes[0])), _by_name(node.target, node.args, node.kwargs)["dim"]
+    row = value.shape[dim] * value.element_size() if value.dim() else 0
     return times * span_nbytes(value) if row > _LONG_ROW_NBYTES else 0
 
 
@@ -274,7 +273,7 @@ def node_flops(node: fx.Node) -> int:
         return 0
     operands, kwargs = fx.node.map_arg((args, node.kwargs), lambda operand: operand.meta["val"])
     flops = int(formula(*_of_all_heads(target, operands), **kwargs, out_val=node.meta["val"]))
-    return flops // (2 if _is_causal(target, args, node.kwargs) else 1)
+    return flops // (2 if _by_name(target, args, node.kwargs).get("is_causal") is True else 1)  # no later position is looked at
 
 
 def _of_all_heads(target: Any, operands: Sequence[Any]) -> Sequence[Any]:
@@ -282,17 +281,15 @@ def _of_all_heads(target: Any, operands: Sequence[Any]) -> Sequence[Any]:
     head of the queries costs the same, but the formulas before torch 2.12 refuse fewer heads of keys and values."""
     if not target._schema.name.startswith("aten::_scaled_dot_product"):
         return operands
-    names = [argument.name for argument in target._schema.arguments[: len(operands)]]
-    batch, heads, *_ = operands[names.index("query")].shape
-    return [
-        (batch, heads, *operand.shape[2:]) if name in ("key", "value") else operand for name, operand in zip(names, operands)
-    ]
+    named = _by_name(target, operands, {})
+    heads = named["query"].shape[:2]
+    return [(*heads, *operand.shape[2:]) if name in ("key", "value") else operand for name, operand in named.items()]
 
 
-def _is_causal(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tells whether an operation is attention that looks at no later position."""
+def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that an operation is given, by their names; without a schema, those given by name."""
     names = [argument.name for argument in target._schema.arguments] if hasattr(target, "_schema") else []
-    return dict(zip(names, args, strict=False), **kwargs).get("is_causal") is True
+    return dict(zip(names, args, strict=False), **kwargs)
 
 
 def rows_us(machine: Machine, queue: str, rows: int, nbytes: int, whole_nbytes: int) -> float:

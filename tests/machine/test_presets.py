@@ -55,13 +55,13 @@ def accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[An
         monkeypatch.setattr(presets, "measure", measure)
         return presets.machine_of(torch.device("cuda", 1), fuses=False, staged=False)
 
-    def host_adamw(effort: Any) -> tuple[float, None]:
+    def adamw_gbps(effort: Any) -> float:
         hosts.append(effort)
-        return 104.6, None
+        return 104.6
 
     hosts: list[Any] = []
     monkeypatch.setenv("MT_CACHE", str(tmp_path))
-    monkeypatch.setattr(presets.bandwidth, "host_adamw", host_adamw)
+    monkeypatch.setattr(presets.bandwidth, "adamw_gbps", adamw_gbps)
     presets._host_gbps.cache_clear()
     planned.measured, planned.hosts = measured, hosts  # type: ignore[attr-defined]
     return planned

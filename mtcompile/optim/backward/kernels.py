@@ -118,7 +118,7 @@ def entry_of(state: Mapping[str, Any]) -> dict[str, Any]:
 def _norms(backward: Backward, names: tuple[str, ...], *grads: Tensor) -> tuple[Tensor]:
     """Each gradient's norm as torch.nn.utils.clip_grad_norm_ has it, except that it is fp32 where there are fp32 masters."""
     result = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-    casts = [g.dtype != _norm_dtype(backward, g) and g.device.type == "cpu" for g in grads]
+    casts = [backward.masters is not None and g.dtype != torch.float32 and g.device.type == "cpu" for g in grads]
     largest = max((g.numel() for g, is_cast in zip(grads, casts, strict=True) if is_cast), default=0)
     thread = threading.get_ident()
     room = backward.cast_rooms.get(thread)
@@ -131,10 +131,6 @@ def _norms(backward: Backward, names: tuple[str, ...], *grads: Tensor) -> tuple[
         norm = gradient_norm(g) if backward.masters is None else torch.linalg.vector_norm(g, dtype=torch.float32)
         norms.append(norm.to(result))
     return (torch.stack(norms),)
-
-
-def _norm_dtype(backward: Backward, tensor: Tensor) -> torch.dtype:
-    return torch.float32 if backward.masters is not None else tensor.dtype
 
 
 def _clip_factor(backward: Backward, names: tuple[str, ...], *norms: Tensor) -> tuple[Tensor]:
