@@ -1,7 +1,7 @@
 """Advice about a step: which changes would gain most if it fits, and which would make room on the host if it does not.
 
-Every figure is that of a plan of the changed step. Changes that make room are planned by a search, except those with a disk.
-These and changes that gain time are planned by few evaluations, so a search may find a faster plan.
+Changes that gain time are estimated by the bounds of their linear programs. Changes that make room are planned: by a search,
+except those with a disk, which are planned by few evaluations, so a search may find a faster plan.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from mtcompile.forecast.request import (
 from mtcompile.forecast.result import Advice, Forecast
 from mtcompile.optim.backward.checks import check_optimizer
 from mtcompile.optim.state_sizes import optimizer_named, state_copies, update_workspace
-from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.plan import Plan, Updates
+from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.evaluate import completed, shortfall
 from mtcompile.passes.planning.frontier import fits
@@ -42,11 +42,10 @@ from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.trace import time_of
 from mtcompile.torch_private import without_memory
 
-_LEAST_GAIN = 0.01  # more tokens a second: what gains less is not worth a line
+_LEAST_GAIN = 0.03  # more tokens a second: estimates tell no less
 _LEAST_PRICE = 1e-3  # of the bound: where the certificate's prices say that more of something gains less, it is not tried
 _MOST_ADVICE, _LORA_RANK = 3, 16
 _BUSY = 0.95  # of the step
-_FASTER = ("link", "host")  # aims of changes of the machine alone: the plan itself is one for it
 _REFUSALS = (MtcompileError, DoesNotFit, ValueError, TypeError, NotImplementedError)  # of a model that allows no such change
 
 
@@ -66,11 +65,10 @@ class Change(NamedTuple):
 def most_helpful(request: ForecastRequest, sized: SizedStep, forecast: Forecast) -> tuple[Advice, ...]:
     """Returns the changes of a step that fits which gain most, at most three."""
     assert forecast.planned is not None
-    best: dict[str, Advice] = {}
-    for change in _gains(request, sized, forecast.planned.plan, forecast.busy or {}):
-        request.progress(f"planning with {change.what}", 0, 0)
-        known = [forecast.planned.plan] if change.aim in _FASTER else []
-        if (step_time_us := _quickly(change, sized, *known)) is None:
+    plan, best = forecast.planned.plan, dict[str, Advice]()
+    for change in _gains(request, sized, plan, forecast.busy or {}):
+        request.progress(f"estimating {change.what}", 0, 0)
+        if (step_time_us := _estimated_us(change, sized, plan)) is None:
             continue
         tokens_per_s = change.times * sized.tokens / step_time_us * 1e6
         advice = Advice(change.what, step_time_us, tokens_per_s, tokens_per_s / forecast.tokens_per_s - 1)
@@ -79,39 +77,36 @@ def most_helpful(request: ForecastRequest, sized: SizedStep, forecast: Forecast)
     return tuple(sorted(best.values(), key=lambda each: -each.gain)[:_MOST_ADVICE])
 
 
-def _quickly(change: Change, sized: SizedStep, *known: Plan) -> float | None:
-    """Returns the time of a changed step, in µs; None if it is not possible or does not fit. ``sized``: before the change."""
+def _estimated_us(change: Change, sized: SizedStep, plan: Plan) -> float | None:
+    """Returns about the µs of a changed step: as far above its bound as the ``plan`` of the step is above its own, or what it
+    takes with everything on the device, if that is less. None if the change is not possible or does not fit, or no bound is
+    known. ``sized``: before the change."""
     with suppress(*_REFUSALS):
         problem = change.problem()
-        alike = (one for one in (sized.candidates, *sized.changed) if problem.differs_in_limits(one.problem))
-        candidates = QuickCandidates.like(next(alike, sized.candidates), problem)
-        candidate = candidates.quickly(known)
-        if problem.step is sized.candidates.problem.step and not problem.differs_in_limits(sized.candidates.problem):
-            sized.changed[:] = [*(one for one in sized.changed if not problem.differs_in_limits(one.problem)), candidates]
-        if candidate is not None and fits(candidate.plan, problem.budgets):
-            return candidate.plan.total_us
+        candidates, budgets = Candidates.like(sized.candidates, problem), problem.budgets
+        bound_us = candidates.bound_us(budgets.device, budgets.host)
+        if plan.certificate is None or not 0.0 < bound_us < inf:
+            return None
+        step_time_us = bound_us * plan.total_us / plan.certificate.bound_us
+        resident = candidates.resident.plan
+        return min(step_time_us, resident.total_us) if fits(resident, budgets) else step_time_us
     return None
 
 
 def _gains(request: ForecastRequest, sized: SizedStep, plan: Plan, busy: Mapping[str, float]) -> Iterator[Change]:
     """Yields the changes that may gain something, by the plan's certificate and by the share of the step in which queues are
     ``busy``."""
-    problem, machine = sized.candidates.problem, request.machine
+    problem = sized.candidates.problem
     budgets = replace(problem.budgets, device=request.budgets.device, host=request.budgets.host)
 
-    def changed(what: str, aim: str, budgets: Budgets = budgets, machine: Machine = machine) -> Change:
-        return Change(what, lambda: replace(problem, budgets=budgets, machine=machine), aim)
+    def changed(what: str, aim: str, budgets: Budgets) -> Change:
+        return Change(what, lambda: replace(problem, budgets=budgets), aim)
 
     if budgets.updates is None and plan.update_us >= _LEAST_GAIN * plan.total_us and _updates_by_parameter(request):
         yield changed('update="backward"', "update", _updating(request, budgets))
         yield changed('update="backward" with run_ahead=True', "update", _updating(request, budgets, run_ahead=True))
     elif budgets.updates is not None and not budgets.updates.run_ahead:
         yield changed("run_ahead=True", "update", replace(budgets, updates=replace(budgets.updates, run_ahead=True)))
-    if _is_priced(plan, "link"):
-        faster = replace(machine, h2d_gbps=2 * machine.h2d_gbps, d2h_gbps=2 * machine.d2h_gbps)
-        yield changed("a link twice as fast", "link", machine=faster)
-    if _is_priced(plan, "host"):
-        yield changed("host memory twice as fast", "host", machine=replace(machine, host_gbps=2 * machine.host_gbps))
     for tier, twice in (("device", _twice(budgets.device)), ("host", _twice(budgets.host))):
         if twice is not None and _is_priced(plan, f"{tier} memory"):
             more = replace(budgets, device=twice) if tier == "device" else replace(budgets, host=twice)

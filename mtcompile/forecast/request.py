@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil, log2
 from typing import Any
 
@@ -87,15 +87,13 @@ class ForecastRequest:
 
 @dataclass(frozen=True, slots=True)
 class SizedStep:
-    """A step of ``size``, which is (batch, seq), and its candidate plans. ``captured``: its joint graph before any rewrite.
-    ``changed``: candidates of the same step graph on another machine or with other updates, which were asked for before."""
+    """A step of ``size``, which is (batch, seq), and its candidate plans. ``captured``: its joint graph before any rewrite."""
 
     candidates: QuickCandidates
     captured: fx.GraphModule
     joint: JointStep
     tokens: int
     size: tuple[int, int]
-    changed: list[Candidates] = field(default_factory=list)
 
     @property
     def form(self) -> Form:

@@ -28,8 +28,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change of a step that fits, with the figures of a plan that was found quickly: a search may find a faster one.
-    ``gain``: by what share the tokens per second rise."""
+    """A change of a step that fits. Its figures are estimates: the changed step is as far above its bound as the plan is above
+    its own. ``gain``: by what share the tokens per second rise."""
 
     what: str
     step_time_us: float
@@ -37,7 +37,7 @@ class Advice:
     gain: float
 
     def __str__(self) -> str:
-        return f"{self.what}: {time_of(self.step_time_us)} a step, {self.tokens_per_s:,.0f} tokens/s (+{self.gain:.0%})"
+        return f"{self.what}: about {time_of(self.step_time_us)} a step, {self.tokens_per_s:,.0f} tokens/s (+{self.gain:.0%})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +192,8 @@ def _lines(f: Forecast) -> list[str]:
 
 def _advice(advice: tuple[Advice, ...]) -> list[str]:
     if not advice:
-        return ["  no change that was planned gives 1 % more tokens a second"]
-    return ["  largest gains, each planned quickly:", *(f"    {each}" for each in advice)]
+        return ["  no change that was estimated gives 3 % more tokens a second"]
+    return ["  largest gains, estimated from bounds:", *(f"    {each}" for each in advice)]
 
 
 def _at_load(f: Forecast) -> str:

@@ -26,21 +26,17 @@ _CLIMBED = 180  # plans that a short climb evaluates at most
 class QuickCandidates(Candidates):
     """The candidate plans of a changed problem. ``Candidates.best`` may find a faster plan, and takes many times as long."""
 
-    def quickly(self, known: Sequence[Plan] = ()) -> Candidate | None:
-        """Returns the fastest plan within the problem's budgets, of ``known`` ones and of a few that linear programs give. If
-        none is within them: the plan within the device's that needs least of the host, or None if there is none."""
+    def quickly(self) -> Candidate | None:
+        """Returns the fastest plan within the problem's budgets of a few that linear programs give. If none is within them: the
+        plan within the device's that needs least of the host, or None if no plan is within it."""
         budgets = self.problem.budgets
         within_device = replace(budgets, host=None)
-        candidates = [self._paced(plan) for plan in known]
-        if budgets.device is None:
-            candidates.append(self.resident)
-        else:
-            candidates += self._by_linear_programs(budgets.device)
+        candidates = [self.resident] if budgets.device is None else self._by_linear_programs(budgets.device)
         if budgets.host is not None:
             candidates += [self.evaluate(less) for one in candidates if (less := impatient(one.plan)) is not None]
         if fitting := [one for one in candidates if fits(one.plan, budgets)]:
             return min(fitting, key=lambda one: one.plan.total_us)
-        within = [one for one in candidates if fits(one.plan, within_device)]
+        within = [one for one in candidates if fits(one.plan, within_device)] or self._leanest_on_device(budgets.device)
         return min(within, key=lambda one: one.plan.peak_bytes["host"], default=None)
 
     def leanest(self) -> Candidate | None:
@@ -65,14 +61,18 @@ class QuickCandidates(Candidates):
         plans, limits = [one.plan for one in self._by_linear_programs(device, _TIGHT, whole=False)], Limits(device)
         ways = ways_of(self.problem, self.blocks, self.open_params)
         if not (fitting := [plan for plan in plans if not limits.missing(plan)]):
-            floors = (self.evaluate(ladder[0]).plan for ladder in self._by_density)
-            fitting = [plan for plan in floors if not limits.missing(plan)]
+            fitting = [one.plan for one in self._leanest_on_device(device)]
         for plan in {p.lookahead: p for p in sorted(fitting, key=lambda plan: -plan.total_us)}.values():
             climb = Climb(limits, ways, lambda plan: self._paced(plan).plan, plan, _CLIMBED)
             for above in plans if plan not in plans else ():
                 climb.is_better(above)
             climb.go_on(ways.kinds, _CLIMBED)
             yield climb.best
+
+    def _leanest_on_device(self, device: int | None) -> list[Candidate]:
+        """The plans that need least of the device, as far as they are within its bytes."""
+        within = replace(self.problem.budgets, device=device, host=None)
+        return [one for ladder in self._by_density if fits((one := self.evaluate(ladder[0])).plan, within)]
 
     def above_us(self, device: int) -> float:
         """Returns the µs of the fastest plan that linear programs give for ``device`` bytes, though it may need more of these:
