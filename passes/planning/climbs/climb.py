@@ -7,6 +7,7 @@ blocks has few moves.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -38,6 +39,9 @@ _PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at 
 _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
+_SLOWER, _IN_A_ROW = 1.02, 3  # times the plan taken: after so many slower plans in a row, lower limits gain nothing
+_TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
+_GAIN = 1.5  # times what the bound falls by: what climbs to limits in between may gain
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
 
 
@@ -108,23 +112,42 @@ class Climbs:
 
     def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]], host: int | None = None) -> Plan:
         """Returns the fastest plan of all limits within ``device`` bytes; ``taken`` if none is faster. ``fitting``: gives what
-        may be taken of a plan, within ``host`` bytes. Not climbed to are limits below which no plan can be faster, and
-        those to which climbs begin above the ``host`` bytes."""
-        for limit in self._falling(device):
-            if self.bound(limit, host) >= taken.total_us:
+        may be taken of a plan, within ``host`` bytes. Not climbed to are limits below which no plan can be faster, or is likely
+        to be, by the plans of higher ones, and those to which climbs begin above the ``host`` bytes."""
+
+        def begins(limit: int) -> bool:
+            return host is None or any(fitting(self.reached(limit)))
+
+        slower = 0  # than the plan taken: plans in a row
+        for limit in self._falling(device, begins):
+            if self.bound(limit, host) >= taken.total_us or slower == _IN_A_ROW:
                 break
-            if host is None or any(fitting(self.reached(limit))):
-                taken = min((taken, *fitting(self._plan(limit))), key=lambda plan: plan.total_us)
+            if not self._gains_little(limit, taken.total_us):
+                taken = min((taken, *fitting(plan := self._plan(limit))), key=lambda plan: plan.total_us)
+                if limit not in self._following:
+                    slower = slower + 1 if self._is_much_slower(plan, limit, taken.total_us) else 0
         return taken
 
-    def _falling(self, device: int | None) -> Iterator[int]:
-        """Yields the limits within ``device`` bytes, the largest first, with more of them where little memory makes plans much
-        faster."""
+    def _falling(self, device: int | None, begins: Callable[[int], bool]) -> Iterator[int]:
+        """Yields the limits within ``device`` bytes to which climbs may begin, the largest first, with more of them where
+        little memory makes plans much faster."""
         for low, high in reversed([*itertools.pairwise(self._rising), (self._rising[-1], None)]):
             if device is None or low <= device:
-                finer = [] if high is None else self._between(low, high)
-                yield from (limit for limit in reversed(finer) if device is None or limit <= device)
-                yield low
+                finer = self._between(low, high) if high is not None and (begins(low) or begins(high)) else []
+                yield from (each for each in (*reversed(finer), low) if (device is None or each <= device) and begins(each))
+
+    def _gains_little(self, limit: int, us: float) -> bool:
+        """Tells whether the plan of a limit that follows others is likely to take more than some ``us``: it begins at that of
+        the last limit below that follows none, and by the bounds, memory up to the next such limit gains too little."""
+        if limit not in self._following or (place := bisect_left(self.limits, limit)) == len(self.limits):
+            return False
+        low, high = self.limits[place - 1 : place + 1]
+        gain_us = _GAIN * (self.bound(low, None) - self.bound(high, None))
+        return self._is_much_slower(self._plan(low), low, us + gain_us)
+
+    def _is_much_slower(self, plan: Plan, limit: int, us: float) -> bool:
+        """Tells whether a plan of a limit takes much more than some ``us``, and is near enough its bound to tell of others."""
+        return _SLOWER * us < plan.total_us < _TELLING * self.bound(limit, None)
 
     def _between(self, low: int, high: int) -> Sequence[int]:
         if low not in self._finer:
@@ -139,15 +162,14 @@ class Climbs:
 
     def _plan(self, limit: int) -> Plan:
         if (limits := Limits(limit)) not in self.plans:
-            below = self._following.get(limit)
-            self.plans[limits] = self._polished(limits) if below is None else self._from_next_lower(limits, below)
+            self.plans[limits] = self._polished(limits, self._climbed(limit))
         return self.plans[limits]
 
-    def _polished(self, limits: Limits) -> Plan:
-        plan, bound_us = self._climbed(limits.device), self.bound(*limits)
+    def _polished(self, limits: Limits, plan: Plan) -> Plan:
+        bound_us = self.bound(*limits)
         if self.ways.polish is None or not is_worth_polishing(plan, bound_us):
             return plan
-        place = self.limits.index(limits.device)
+        place = bisect_left(self.limits, limits.device)
         starts = plan, *map(self._climbed, self.limits[max(0, place - 1) : place])  # the next limit below may lead farther
         climb = Climb(limits, self.ways, self.evaluate, min(starts, key=lambda each: each.total_us))
         self.ways.polish(climb, bound_us)
@@ -155,24 +177,28 @@ class Climbs:
 
     def _from_next_lower(self, limits: Limits, below: int) -> Plan:
         """Climbs from the plan of a limit a little ``below``, which is never faster."""
-        climb = Climb(limits, self.ways, self.evaluate, self._plan(below))
+        start = self._climbed(below) if below in self._following else self._plan(below)
+        climb = Climb(limits, self.ways, self.evaluate, start)
         climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
         return self._seeded(climb).best
 
     def _climbed(self, limit: int) -> Plan:
         if limit not in self._unpolished:
-            limits = Limits(limit)
-            below = (max(self.limits[0], int(limit * share)) for share in _STARTS)
-            climbs = [Climb(limits, self.ways, self.evaluate, self.reached(low)) for low in below]
-            for climb, most in zip(climbs, _MOVES, strict=True):
-                climb.go_on(self.ways.kinds, most * self.ways.patience)
-            best = self._seeded(min(climbs, key=lambda climb: climb.best.total_us))
-            many = _MANY if self.ways.differ else 1
-            best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
-            if (best := self._kicked(best)).best.total_us > _FAR * self.bound(*limits) and self.ways.differ:
-                best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * _MANY_FAR)
-            self._unpolished[limit] = best.best
+            below, limits = self._following.get(limit), Limits(limit)
+            self._unpolished[limit] = self._from_frontier(limits) if below is None else self._from_next_lower(limits, below)
         return self._unpolished[limit]
+
+    def _from_frontier(self, limits: Limits) -> Plan:
+        below = (max(self.limits[0], int(limits.device * share)) for share in _STARTS)
+        climbs = [Climb(limits, self.ways, self.evaluate, self.reached(low)) for low in below]
+        for climb, most in zip(climbs, _MOVES, strict=True):
+            climb.go_on(self.ways.kinds, most * self.ways.patience)
+        best = self._seeded(min(climbs, key=lambda climb: climb.best.total_us))
+        many = _MANY if self.ways.differ else 1
+        best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
+        if (best := self._kicked(best)).best.total_us > _FAR * self.bound(*limits) and self.ways.differ:
+            best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * _MANY_FAR)
+        return best.best
 
     def _seeded(self, best: Climb) -> Climb:
         """Climbs from seeds, too, where a climb ends far above its bound: from the fastest for each number of blocks ahead."""

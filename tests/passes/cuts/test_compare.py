@@ -230,6 +230,13 @@ def test_the_kind_that_is_likely_fastest_is_searched(monkeypatch: pytest.MonkeyP
     assert searched_kinds(monkeypatch, few(80, 110, 120), chunks(1, 100, 120, 140)) == ["few"]
 
 
+def test_where_a_search_finds_less_than_short_climbs_of_the_other_kind_that_is_searched_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert searched_kinds(monkeypatch, few(80, 134, 150), chunks(1, 100, 120, 135)) == ["few"]
+    assert searched_kinds(monkeypatch, few(80, 136, 150), chunks(1, 100, 120, 135)) == ["few", "all"]
+
+
 def test_few_rows_that_promise_no_more_than_all_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert searched_kinds(monkeypatch, few(99.9, 110, 120), chunks(1, 100, 120, 140)) == ["all"]
     assert searched_kinds(monkeypatch, few(99.0, 110, 120), chunks(1, 100, 120, 140)) == ["few"]

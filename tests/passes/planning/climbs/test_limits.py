@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
 
 import pytest
 
 from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.climbs import climb as climb_module
@@ -64,8 +65,56 @@ def test_limits_are_finer_where_the_bound_falls_steeply_and_the_same_whatever_wa
         bounds = {1000: 1070.0, 2000: 1000.0, 3000: 990.0}
         return Climbs([], [1000, 2000], {3000: 2000}, ways, lambda plan: plan, lambda device, host: bounds[device], ways)
 
+    def falling(some: Climbs, device: int | None) -> list[int]:
+        return list(some._falling(device, lambda limit: True))
+
     finer = [1800, 1600, 1400, 1200, 1000]
+    assert list(climbs()._falling(None, lambda limit: limit == 3000)) == [3000]  # no bounds are asked for where none begins
     once = climbs()
-    assert list(once._falling(1500)) == finer[2:] and list(once._falling(2999)) == [2000, *finer]
-    assert list(climbs()._falling(2999)) == [2000, *finer] and list(climbs()._falling(None)) == [3000, 2000, *finer]
-    assert list(once._falling(999)) == [] and once._following[1800] == 1600 and once._following[1200] == 1000
+    assert falling(once, 1500) == finer[2:] and falling(once, 2999) == [2000, *finer]
+    assert falling(climbs(), 2999) == [2000, *finer] and falling(climbs(), None) == [3000, 2000, *finer]
+    assert falling(once, 999) == [] and once._following[1800] == 1600 and once._following[1200] == 1000
+
+
+@pytest.mark.parametrize(
+    ("times", "bound_us", "climbed"),
+    [
+        ({1000: 60.0, 2000: 134.0, 3000: 130.0, 4000: 125.0, 5000: 120.0}, 100.0, [5000, 4000, 3000, 2000]),
+        ({1000: 60.0, 2000: 134.0, 3000: 130.0, 4000: 121.0, 5000: 120.0}, 100.0, [5000, 4000, 3000, 2000, 1000]),
+        ({1000: 110.0, 2000: 134.0, 3000: 130.0, 4000: 125.0, 5000: 120.0}, 10.0, [5000, 4000, 3000, 2000, 1000]),
+        ({1000: 115.0, 2000: 134.0, 3000: 130.0, 4000: 125.0, 5000: 120.0}, 120.0, [5000]),
+    ],
+    ids=["slower three times in a row", "slower twice", "far above the bound", "at the bound"],
+)
+def test_lower_limits_are_left_out_where_plans_of_several_are_slower(
+    times: dict[int, float], bound_us: float, climbed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert limits_asked(times, {}, lambda device, host: bound_us, monkeypatch) == climbed
+
+
+@pytest.mark.parametrize(("steep", "climbed"), [(0.0, [2000, 1000]), (20.0, [2000, 1000, 1500])], ids=["flat", "steep"])
+def test_limits_in_between_are_left_out_where_memory_is_worth_little(
+    steep: float, climbed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where the bound falls by as much as plans would have to get faster."""
+    times = {1000: 130.0, 1500: 110.0, 2000: 110.0}
+    bounds = {1000: 100.0 + steep, 1500: 100.0, 2000: 100.0}
+    monkeypatch.setattr(climb_module, "parts_of", lambda low, high: 1)
+    assert limits_asked(times, {1500: 1000}, lambda device, host: bounds[device], monkeypatch) == climbed
+
+
+def limits_asked(
+    times: Mapping[int, float],
+    following: Mapping[int, int],
+    bound: Callable[[int, int | None], float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[int]:
+    """Returns the limits whose plans, which take these ``times`` in µs, are asked for, in the order of the first asking."""
+    asked: dict[int, Plan] = {}
+    monkeypatch.setattr(Climbs, "_plan", lambda self, limit: asked.setdefault(limit, Plan(step_time_us=times[limit])))
+    ways: Any = None
+    bases = [limit for limit in times if limit not in following]
+    climbs = Climbs([], bases, following, ways, lambda plan: plan, bound, ways)
+    best = climbs.best(None, Plan(step_time_us=150.0), lambda plan: [plan])
+    assert best.total_us == min(times[limit] for limit in asked)
+    return list(asked)
