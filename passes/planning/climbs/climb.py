@@ -39,7 +39,8 @@ _PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at 
 _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
-_SLOWER, _IN_A_ROW = 1.02, 3  # times the plan taken: after so many slower plans in a row, lower limits gain nothing
+_FASTER = 0.999  # times the plan taken: less is not worth a climb
+_SLOWER, _IN_A_ROW = 1.02, 2  # times the plan taken: after so many slower plans in a row, lower limits gain nothing
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
 _GAIN = 1.5  # times what the bound falls by: what climbs to limits in between may gain
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
@@ -112,15 +113,15 @@ class Climbs:
 
     def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]], host: int | None = None) -> Plan:
         """Returns the fastest plan of all limits within ``device`` bytes; ``taken`` if none is faster. ``fitting``: gives what
-        may be taken of a plan, within ``host`` bytes. Not climbed to are limits below which no plan can be faster, or is likely
-        to be, by the plans of higher ones, and those to which climbs begin above the ``host`` bytes."""
+        may be taken of a plan, within ``host`` bytes. Not climbed to are limits below which no plan can be much faster, or is
+        likely to be, by the plans of higher ones, and those to which climbs begin above the ``host`` bytes."""
 
         def begins(limit: int) -> bool:
             return host is None or any(fitting(self.reached(limit)))
 
         slower = 0  # than the plan taken: plans in a row
         for limit in self._falling(device, begins):
-            if self.bound(limit, host) >= taken.total_us or slower == _IN_A_ROW:
+            if self.bound(limit, host) >= _FASTER * taken.total_us or slower == _IN_A_ROW:
                 break
             if not self._gains_little(limit, taken.total_us):
                 taken = min((taken, *fitting(plan := self._plan(limit))), key=lambda plan: plan.total_us)
