@@ -360,15 +360,13 @@ class Comparison(Generic[S]):
         return self.forms.limits.host is None and not fits(form.candidates.resident.plan, self.forms.limits)
 
     def plan_waiting(self) -> None:
-        """Plans the forms that wait: the one that is likely the fastest and, where that is a tie or unknown, or short climbs of
-        others found a faster plan than the search did, others. If none of them can be run, plans what was left out because of
-        them."""
+        """Plans the forms that wait: the one that is likely the fastest and others, where that is a tie or unknown, or their
+        short climbs found a faster plan. If none of them can be run, plans what was left out because of them."""
         waiting, self._waiting = sorted(self._waiting, key=self._likely_us), []
         for form in waiting:
-            if (best := self.best) is not None and self._is_likely_slower(form, best[0], _TIED):
-                if self._climbed_us(form) >= best[1].plan.total_us:  # else the search found less than was likely
-                    continue
-            if best is None or self._is_worth_a_search(form, best[1].plan.total_us, best[0]):
+            best = self.best
+            slower = best and self._climbed_us(form) >= best[1].plan.total_us and self._is_likely_slower(form, best[0], _TIED)
+            if best is None or (not slower and self._is_worth_a_search(form, best[1].plan.total_us, best[0])):
                 self._attempt(form)
         for form in self._left_out if waiting and not self.fitting else ():
             self._attempt(form)

@@ -141,7 +141,8 @@ def test_names_we_call_exist() -> None:
         "torch._functorch.aot_autograd.aot_export_joint_with_descriptors",
         "torch._functorch._aot_autograd.autograd_cache.autograd_cache_key",
     } <= names
-    for name in names:
+    newest_only = {"torch.compiler._compile_session_context"}  # replaced where torch has it
+    for name in names - newest_only:
         parent, _, last = name.rpartition(".")
         assert hasattr(resolved(parent), last) or resolved(name), name
     for setting in (
