@@ -182,19 +182,19 @@ def parse_bytes(size: Size, option: str = "") -> int | None:
     if size is None:
         return None
     place = f"{option}: " if option else ""
-    found = repr(size) if len(str(size)) <= _LONGEST else f"one of {len(str(size))} characters"
+    given = repr(size) if len(str(size)) <= _LONGEST else f"one of {len(str(size))} characters"
     if isinstance(size, (int, float)) and not isinstance(size, bool):
         if not 0 < size <= MOST:  # nan too
-            raise ValueError(f"{place}expected a size above zero, and below 8 EiB, found {found}")
+            raise ValueError(f"{place}expected a size above zero, and below 8 EiB, found {given}")
         return int(size)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if match is None or match.group(2).lower() not in _UNITS or float(match.group(1)) <= 0:
-        raise ValueError(f'{place}expected a size such as "16GiB", "16GB" or a number of bytes, found {found}')
+        raise ValueError(f'{place}expected a size such as "16GiB", "16GB" or a number of bytes, found {given}')
     exact = float(match.group(1)) * _UNITS[match.group(2).lower()]
     if exact > MOST:
-        raise ValueError(f'{place}expected a size below 8 EiB, such as "16GiB", found {found}')
+        raise ValueError(f'{place}expected a size below 8 EiB, such as "16GiB", found {given}')
     nbytes = int(exact)
     if not match.group(2) and nbytes < FEWEST:
         meant = f'did you mean "{match.group(1)}GiB"? For bytes write "{match.group(1)}B"'
-        raise ValueError(f'{place}expected a size such as "16GiB", "16GB" or a number of bytes, found {found}; {meant}')
+        raise ValueError(f'{place}expected a size such as "16GiB", "16GB" or a number of bytes, found {given}; {meant}')
     return nbytes

@@ -186,9 +186,9 @@ class Exchange:
         own = torch.tensor(flags, dtype=torch.uint8)
         self._sum[self.meeting.me * count : (self.meeting.me + 1) * count].copy_(own)
         self.meeting.meet(doing)
-        found = self._sum[: len(self._pieces) * count].view(-1, count).amax(0)
+        on_host = self._sum[: len(self._pieces) * count].view(-1, count).amax(0)
         self.meeting.meet(doing)
-        of_hosts = [found] if self.hosts is None else self.hosts.gather(found)
+        of_hosts = [on_host] if self.hosts is None else self.hosts.gather(on_host)
         return torch.stack(of_hosts).amax(0).bool().tolist()
 
     def broadcast(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], doing: str) -> None:

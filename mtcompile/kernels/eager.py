@@ -95,7 +95,7 @@ class EagerKernels:
 
 
 def _key(kernel: fx.GraphModule) -> tuple[str, int]:
-    """What a kernel's bytes depend on: its body, and the threads that run it."""
+    """Returns what a kernel's bytes depend on: its body, and the threads that run it."""
     return kernel.meta["key"], torch.get_num_threads()
 
 

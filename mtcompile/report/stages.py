@@ -25,8 +25,8 @@ def stages(forecast: Forecast) -> dict[str, str]:
     """Returns stage -> its text."""
     joint, problem, planned = forecast.joint, forecast.problem, forecast.planned
     if planned is None or joint is None or problem is None:
-        found = forecast.refusal or f"one {forecast.short_bytes} bytes short"
-        raise ValueError(f"expected a step that fits, found {found}; give more memory, or force=True")
+        refusal = forecast.refusal or f"one {forecast.short_bytes} bytes short"
+        raise ValueError(f"expected a step that fits, found {refusal}; give more memory, or force=True")
     texts = (joint_listing(joint), listing(problem.step), listing(planned.step), str(planned.schedule))
     return dict(zip(STAGES, texts, strict=True))
 

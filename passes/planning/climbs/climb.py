@@ -6,6 +6,7 @@ blocks has few moves.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -116,6 +117,7 @@ class Climbs:
         may be taken of a plan, within ``host`` bytes. Not climbed to are limits below which no plan can be much faster, or is
         likely to be, by the plans of higher ones, and those to which climbs begin above the ``host`` bytes."""
 
+        @functools.cache  # asked for each limit and its neighbours
         def begins(limit: int) -> bool:
             return host is None or any(fitting(self.reached(limit)))
 
@@ -163,11 +165,11 @@ class Climbs:
 
     def _plan(self, limit: int) -> Plan:
         if (limits := Limits(limit)) not in self.plans:
-            self.plans[limits] = self._polished(limits, self._climbed(limit))
+            self.plans[limits] = self._polished(limits)
         return self.plans[limits]
 
-    def _polished(self, limits: Limits, plan: Plan) -> Plan:
-        bound_us = self.bound(*limits)
+    def _polished(self, limits: Limits) -> Plan:
+        plan, bound_us = self._climbed(limits.device), self.bound(*limits)
         if self.ways.polish is None or not is_worth_polishing(plan, bound_us):
             return plan
         place = bisect_left(self.limits, limits.device)
@@ -177,7 +179,8 @@ class Climbs:
         return climb.best
 
     def _from_next_lower(self, limits: Limits, below: int) -> Plan:
-        """Climbs from the plan of a limit a little ``below``, which is never faster."""
+        """Climbs from the plan of a limit a little ``below``, which is never faster; from the polished one only where that
+        limit follows none, as moves lead less far from there."""
         start = self._climbed(below) if below in self._following else self._plan(below)
         climb = Climb(limits, self.ways, self.evaluate, start)
         climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
