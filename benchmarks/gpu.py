@@ -26,7 +26,7 @@ PARTS = ("tests", "fixtures", "benchmark", "arriving")
 _PROCESSES = 4  # of tests on the one GPU
 _OUTCOME = re.compile(  # of one process, and of several
     r"(?P<test>tests/device/\S+?::.+?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED)"
-    r"|\[gw\d+\] \[ *\d+%\] (?P<before>PASSED|FAILED|ERROR|SKIPPED) (?P<tested>tests/device/\S+?::.+\S)"
+    r"|\[gw\d+\](?: \[ *\d+%\])? (?P<before>PASSED|FAILED|ERROR|SKIPPED) (?P<tested>tests/device/\S+?::.+\S)"
 )
 # One block is enough for a plan's decisions to repeat; two show what crosses from one to the next.
 LAYERS = {"qwen2.5-7b": (16, 4096), "llama-8b": (1, 32 * 1024)}
@@ -45,7 +45,8 @@ def tests(minutes: float) -> bool:
     several = ["-n", str(_PROCESSES), "--dist", "worksteal", "-s"] if importlib.util.find_spec("xdist") else []
     options = ["-v", "-p", "benchmarks.gpu", *several, *(f"--deselect={test}" for test in passed)]
     command = [sys.executable, "-m", "pytest", "tests/device", *options]
-    environment = {**os.environ, "MT_CACHE": "0", "PYTHONUNBUFFERED": "1"}
+    threads = max(1, (os.cpu_count() or 1) // _PROCESSES)  # else each process computes on all cores, and waits for them
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "MT_CACHE": "0", "PYTHONUNBUFFERED": "1"}
     piped: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=environment, **piped) as running:
         stop = threading.Timer(60 * minutes, running.send_signal, [signal.SIGINT])  # which shows what has failed so far

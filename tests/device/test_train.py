@@ -470,13 +470,16 @@ class Seen:
 
 
 class Watched(TorchDispatchMode):
-    """Shows a detector the operations of one thread. It numbers them, which is meant for one thread: ``lock`` is held."""
+    """Shows a detector the operations of one thread. It numbers them, which is meant for one thread: ``lock`` is held. It would
+    take ``_unsafe_view`` for a kernel that writes its result, since the schema does not say that it is a view."""
 
     def __init__(self, detector: Any, lock: threading.Lock) -> None:
         super().__init__()
         self.detector, self.lock = detector, lock
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._unsafe_view.default:
+            return func(*args, **(kwargs or {}))
         with self.lock:
             return self.detector.__torch_dispatch__(func, types, args, kwargs)
 
