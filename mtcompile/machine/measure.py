@@ -52,7 +52,7 @@ def measure(device: Device, effort: Effort, folder: Path) -> MeasuredMachine:
     where = device.where
     link, copies = bandwidth.copies(device, effort)
     memory, streams = bandwidth.host_memory(effort)
-    update, adamw = bandwidth.host_adamw(effort)
+    update, adamw = bandwidth.host_adamw(device, effort)
     flops, product = compute.matmul(where, effort)
     issue, tiny = compute.issue(where, effort)
     drive = disk(folder, effort)

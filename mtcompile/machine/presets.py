@@ -89,26 +89,27 @@ def _accelerator(where: torch.device) -> Machine:
 
 
 def _on_this_host(where: torch.device, preset: Machine) -> Machine:
-    """The preset, with the speed of this host's memory. It is measured once, in a second or two: of two hosts with the same
-    card, one may be twice as fast, as servers rent out parts of themselves. Ranks go by the preset: they share a host, and must
-    plan alike."""
+    """The preset, with the speed of updates on this host while copies run. It is measured once, in a second or two: of two
+    hosts with the same card, one may be twice as fast, as servers rent out parts of themselves. Ranks go by the preset: they
+    share a host, and must plan alike."""
     if not knobs.measured() or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return preset
     host = f"host | {identity(where)}"
     if (known := _remembered(host)) is None:
         try:
             with progress.doing("measuring the host's memory"):
-                known = replace(preset, host_gbps=_host_gbps())
-        except (RuntimeError, MemoryError):  # no room
+                known = replace(preset, host_gbps=_host_gbps(where))
+        except (RuntimeError, MemoryError, OSError):  # no room
             return preset
         cache.write_machine(host, to_json(known))
     return replace(preset, host_gbps=known.host_gbps, name=f"{preset.name}, host memory measured")
 
 
 @functools.cache
-def _host_gbps() -> float:
-    """The speed that this process measured, for where no cache remembers it."""
-    return float(f"{bandwidth.adamw_gbps(QUICK):.2g}")
+def _host_gbps(where: torch.device) -> float:
+    """The speed that this process measured while copies ran, for where no cache remembers it."""
+    with bandwidth.copying(choose(where), QUICK):
+        return float(f"{bandwidth.adamw_gbps(QUICK):.2g}")
 
 
 def _other_card(where: torch.device, preset: Machine, why: str) -> Machine:

@@ -29,8 +29,9 @@ class Effort:
 
     @property
     def nbytes(self) -> int:
-        """The most host memory held at once: two pairs of buffers for copies, a stream's arrays, or AdamW's tensors."""
-        return max(4 * self.copies[-1], 3 * self.stream, 16 * self.parameters)
+        """The most host memory held at once: two pairs of buffers for copies, AdamW's tensors beside them, or a stream's
+        arrays."""
+        return max(4 * self.copies[-1] + 16 * self.parameters, 3 * self.stream)
 
 
 QUICK = Effort((MIB, 16 * MIB, 64 * MIB), 64 * MIB, 32 * MIB, 64 * MIB, 768, 4096, 0.05)

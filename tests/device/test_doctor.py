@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import json
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from mtcompile.machine import doctor
+from mtcompile.machine import bandwidth, doctor
 from mtcompile.machine.device import choose
 from mtcompile.machine.timing import Effort
+from mtcompile.runtime.devices import cuda
 from mtcompile.runtime.devices.pinned import NotPinned
 
 MIB = 2**20
@@ -29,12 +32,35 @@ def test_every_figure_is_measured(device: torch.device) -> None:
     report = doctor.examine(choose(device))
     assert report.machine is not None and report.machine.device_nbytes > 0
     assert all(value > 0 for value in asdict(report.machine).values() if isinstance(value, float))
-    assert "device memory" in {row.what for row in report.measurements}
+    rows = {row.what: row.values for row in report.measurements}
+    assert rows["device memory"]
+    assert report.machine.h2d_gbps <= list(rows["copies both ways at once, each"].values())[-1] * 1.001  # rounded
+    assert report.machine.host_gbps == pytest.approx(rows["host AdamW"]["fused=True, while copies run"], rel=1e-3)
     limits = {limit.what: limit for limit in report.limits}
     assert limits["pinned memory"].level == "ok" and limits["pinned memory"].amount == 2 * MIB
     assert limits["device memory"].amount
     assert all(part.found for part in report.parts if part.name == "accelerator")
     assert json.loads(report.to_json())["machine"] == asdict(report.machine)
+
+
+def test_copies_run_both_ways_for_as_long_as_asked(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each direction in a thread, over and over, and not after."""
+    copied, copy_now = collections.Counter[bool](), cuda.Api.copy
+
+    def copy(self: cuda.Api, target: torch.Tensor, source: torch.Tensor) -> None:
+        copy_now(self, target, source)
+        copied[target.device == device] += 1
+
+    monkeypatch.setattr(cuda.Api, "copy", copy)
+    effort = replace(TINY, copies=(MIB,))
+    with bandwidth.copying(choose(device), effort):
+        until = time.monotonic() + 60
+        while min(copied[True], copied[False]) < 3 and time.monotonic() < until:
+            time.sleep(0.001)
+    after = dict(copied)
+    assert min(copied[True], copied[False]) >= 3
+    time.sleep(0.05)
+    assert dict(copied) == after
 
 
 def test_copies_go_through_the_ring_where_nothing_is_pinned(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,7 +60,14 @@ def accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[An
         hosts.append(effort)
         return 104.6
 
+    @contextlib.contextmanager
+    def copying(device: Any, effort: Any) -> Iterator[None]:
+        before = len(hosts)
+        yield
+        assert len(hosts) == before + 1  # it was measured meanwhile
+
     hosts: list[Any] = []
+    monkeypatch.setattr(presets.bandwidth, "copying", copying)
     monkeypatch.setenv("MT_CACHE", str(tmp_path))
     monkeypatch.setattr(presets.bandwidth, "adamw_gbps", adamw_gbps)
     presets._host_gbps.cache_clear()

@@ -1,4 +1,4 @@
-"""Step graphs that ``make gpu ARGS=fixtures`` kept on a GPU, whose kernels differ from a CPU's, are planned where there is none."""
+"""Step graphs from a GPU (``make gpu ARGS=fixtures``), whose kernels differ from a CPU's, are planned where there is none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import kernel_of, regions
 from mtcompile.runtime.verify import verify
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 @pytest.mark.parametrize(
