@@ -45,7 +45,7 @@ def tests(minutes: float) -> bool:
     several = ["-n", str(_PROCESSES), "--dist", "worksteal", "-s"] if importlib.util.find_spec("xdist") else []
     options = ["-v", "-p", "benchmarks.gpu", *several, *(f"--deselect={test}" for test in passed)]
     command = [sys.executable, "-m", "pytest", "tests/device", *options]
-    threads = max(1, (os.cpu_count() or 1) // _PROCESSES)  # else each process computes on all cores, and waits for them
+    threads = max(1, (os.cpu_count() or 1) // (_PROCESSES if several else 1))  # else each process computes on all cores
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "MT_CACHE": "0", "PYTHONUNBUFFERED": "1"}
     piped: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=environment, **piped) as running:

@@ -28,8 +28,8 @@ def usable_cpus() -> int:
 
 
 def copies(device: Device, effort: Effort) -> tuple[dict[Queue, float], list[Measurement]]:
-    """Measures each direction alone, and each while the other works too. Returns GB/s per direction at the largest size while
-    both work, as mostly in a step that fetches and offloads; and the rows. Each direction has its own thread, as in a step.
+    """Measures each direction alone, and each while the other works too. Returns each one's GB/s at the largest size while both
+    work, as in most of a step that fetches and offloads; and the rows. Each direction has its own thread, as in a step.
     Small copies walk through all of the memory, so that they do not come from a cache."""
     largest = effort.copies[-1]
     ends = _ends(device, largest)
@@ -55,14 +55,14 @@ def copies(device: Device, effort: Effort) -> tuple[dict[Queue, float], list[Mea
             for queue in ends:
                 alone[queue][_size(size)] = run(size, (queue,))
             both[_size(size)] = run(size, tuple(ends))
-    fastest, together_gbps = {queue: rates[_size(largest)] for queue, rates in alone.items()}, both[_size(largest)]
-    share = together_gbps / min(fastest.values())
+    fastest = {queue: rates[_size(largest)] for queue, rates in alone.items()}
+    share = both[_size(largest)] / min(fastest.values())
     pinned = "; host memory is not pinned here, so copies go through a small ring" if device.staging else ""
     to_device = f"one direction{pinned}; weights of a 7B model (14 GB) cross in {WEIGHTS_GB / fastest['h2d']:.1f} s"
     to_host = f"one direction; a 7B model's gradients (14 GB) come home in {WEIGHTS_GB / fastest['d2h']:.1f} s"
     how = "weights in and gradients out overlap" if share > 0.7 else "the two directions share one path"
     together = f"each keeps {min(share, 1):.0%} of its speed while the other works, and plans count on no more: {how}"
-    return {queue: min(rate, together_gbps) for queue, rate in fastest.items()}, [
+    return {queue: rate * min(share, 1) for queue, rate in fastest.items()}, [
         Measurement("copy to the device", "GB/s", alone["h2d"], to_device),
         Measurement("copy to the host", "GB/s", alone["d2h"], to_host),
         Measurement("copies both ways at once, each", "GB/s", both, together),
@@ -72,7 +72,8 @@ def copies(device: Device, effort: Effort) -> tuple[dict[Queue, float], list[Mea
 @contextlib.contextmanager
 def copying(device: Device, effort: Effort) -> Iterator[None]:
     """Copies both ways, over and over, for as long as the context lasts; nothing on the emulated device, whose copies are the
-    processor's own work. Its copies take the host's memory from what else uses it, as those of a step do."""
+    processor's own work. On a GPU, copies compete for the host's memory, as those of a step do. Its threads wait without work,
+    as in a step."""
     if not isinstance(device, CudaDevice):
         yield
         return
@@ -82,11 +83,13 @@ def copying(device: Device, effort: Effort) -> Iterator[None]:
         move = _mover(device, queue)
         while not stopped.is_set():
             move(*ends[queue])
-            device.synchronize()
+            copied = device.api.new_event()
+            device.api.record(copied, device.streams.copying[queue])
+            device.api.block(copied)
 
     with ThreadPoolExecutor(2) as threads:
-        running = [threads.submit(copy_all, queue) for queue in ends]
         try:
+            running = [threads.submit(copy_all, queue) for queue in ends]
             yield
         finally:
             stopped.set()

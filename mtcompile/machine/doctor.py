@@ -74,7 +74,7 @@ def examine(device: Device, quick: bool = False, progress: Callable[[str], objec
     progress(f"measuring {name_of(device.where)}, some seconds ...")
     try:
         measured = measure(device, effort, scratch_folder())
-    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError if memory is short
+    except (RuntimeError, MemoryError, OSError) as error:  # torch raises RuntimeError if memory is short
         step = "free memory on host and device, then mtcompile doctor --quick"
         rows += (Limit("measuring", "failed", None, "bad", first_line(error), step),)
         return Report(None, (), (), rows, versions(), parts(device), knobs.listed(), "", ("mtcompile doctor --quick",))

@@ -94,7 +94,7 @@ def _on_this_host(where: torch.device, preset: Machine) -> Machine:
     share a host, and must plan alike."""
     if not knobs.measured() or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return preset
-    host = f"host | {identity(where)}"
+    host = f"host, while copies run | {identity(where)}"
     if (known := _remembered(host)) is None:
         try:
             with progress.doing("measuring the host's memory"):
