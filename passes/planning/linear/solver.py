@@ -89,7 +89,7 @@ class _Highs:
         program.a_matrix_.value_ = matrix.factors
         new: Any = highspy.Highs
         self._module, self._highs = highspy, new()
-        settings = {"output_flag": False, "presolve": "off", "solver": "simplex", "parallel": "off"}
+        settings = {"output_flag": False, "presolve": "off", "solver": "simplex", "parallel": "off", "threads": 1}
         for name, value in settings.items():
             self._highs.setOptionValue(name, value)
         self._highs.passModel(program)
@@ -100,7 +100,7 @@ class _Highs:
         self._set(limits, bounds)
         if like is not None:
             highs.setBasis(like)
-        highs.run()
+        self._run()
         if highs.getModelStatus() != self._module.HighsModelStatus.kOptimal:
             return None
         solution = highs.getSolution()
@@ -112,9 +112,9 @@ class _Highs:
         self._set(limits, bounds)
         for variable in variables:
             highs.changeColIntegrality(variable, kinds.kInteger)
-        for name, value in {**_WHOLE, "presolve": "on", "threads": 1}.items():
+        for name, value in {**_WHOLE, "presolve": "on"}.items():
             highs.setOptionValue(name, value)
-        highs.run()
+        self._run()
         info, values = highs.getInfo(), highs.getSolution()
         least = float(info.mip_dual_bound)
         near = numpy.array(values.col_value) if values.value_valid else None
@@ -122,6 +122,12 @@ class _Highs:
             highs.changeColIntegrality(variable, kinds.kContinuous)
         highs.setOptionValue("presolve", "off")
         return least, near
+
+    def _run(self) -> None:
+        """Solves the program. HiGHS has as many threads as its first run in this process, and refuses another number."""
+        if self._highs.run() == self._module.HighsStatus.kError:
+            self._highs.setOptionValue("threads", 0)  # as many as there are: results are those of one
+            self._highs.run()
 
     def _set(self, limits: Array, bounds: Array) -> None:
         highs, rows = self._highs, len(limits)

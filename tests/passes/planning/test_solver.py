@@ -4,7 +4,11 @@ with one variable for all that are alike."""
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -133,3 +137,29 @@ def test_what_has_no_room_has_no_solution_with_one_variable_either() -> None:
     program.alike |= {first: others for first, *others in zip(*blocks, strict=True)}
     with pytest.raises(Infeasible):
         program.solve({"device": 0}, _COUNTED, dict.fromkeys((block[-1] for block in blocks), 0.0))
+
+
+def solved(threads: int | None = None) -> list[Any]:
+    """Solutions in parts, with whole numbers, and in parts again. ``threads``: those that HiGHS has in this process from then
+    on; it has half as many as there are processors where its first run names no number."""
+    if threads is not None:
+        import highspy
+
+        other: Any = highspy.Highs()
+        for name, value in (("output_flag", False), ("threads", threads)):
+            other.setOptionValue(name, value)
+        other.addVar(0.0, 1.0)
+        other.run()
+    matrix, limits, bounds = program(0)
+    highs = _Highs(matrix, _EQUAL)
+    first, (least, near), again = highs(limits, bounds), highs.whole(limits, bounds, [1, 2, 3]), highs(limits, bounds)
+    assert first is not None and again is not None and near is not None
+    return [first.values.tolist(), least, near.tolist(), again.values.tolist()]
+
+
+def test_solutions_are_those_of_one_thread_where_a_process_has_several() -> None:
+    code = "import json; from tests.passes.planning.test_solver import solved; print(json.dumps(solved(threads=4)))"
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == solved()
