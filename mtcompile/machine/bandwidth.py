@@ -16,6 +16,7 @@ import torch
 
 from mtcompile.machine.timing import MIB, PARAMETERS, WEIGHTS_GB, Effort, Measurement, median_s, waiter
 from mtcompile.runtime.devices.cuda import CudaDevice
+from mtcompile.runtime.devices.cuda_driver import catch_up
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Queue
 
@@ -56,13 +57,13 @@ def copies(device: Device, effort: Effort) -> tuple[dict[Queue, float], list[Mea
                 alone[queue][_size(size)] = run(size, (queue,))
             both[_size(size)] = run(size, tuple(ends))
     fastest = {queue: rates[_size(largest)] for queue, rates in alone.items()}
-    share = both[_size(largest)] / min(fastest.values())
+    share = min(1.0, both[_size(largest)] / min(fastest.values()))
     pinned = "; host memory is not pinned here, so copies go through a small ring" if device.staging else ""
     to_device = f"one direction{pinned}; weights of a 7B model (14 GB) cross in {WEIGHTS_GB / fastest['h2d']:.1f} s"
     to_host = f"one direction; a 7B model's gradients (14 GB) come home in {WEIGHTS_GB / fastest['d2h']:.1f} s"
     how = "weights in and gradients out overlap" if share > 0.7 else "the two directions share one path"
-    together = f"each keeps {min(share, 1):.0%} of its speed while the other works, and plans count on no more: {how}"
-    return {queue: rate * min(share, 1) for queue, rate in fastest.items()}, [
+    together = f"each keeps {share:.0%} of its speed while the other works, and plans count on no more: {how}"
+    return {queue: rate * share for queue, rate in fastest.items()}, [
         Measurement("copy to the device", "GB/s", alone["h2d"], to_device),
         Measurement("copy to the host", "GB/s", alone["d2h"], to_host),
         Measurement("copies both ways at once, each", "GB/s", both, together),
@@ -71,21 +72,18 @@ def copies(device: Device, effort: Effort) -> tuple[dict[Queue, float], list[Mea
 
 @contextlib.contextmanager
 def copying(device: Device, effort: Effort) -> Iterator[None]:
-    """Copies both ways, over and over, for as long as the context lasts; nothing on the emulated device, whose copies are the
-    processor's own work. On a GPU, copies compete for the host's memory, as those of a step do. Its threads wait without work,
-    as in a step."""
-    if not isinstance(device, CudaDevice):
-        yield
-        return
+    """Copies both ways, over and over, for as long as the context lasts. They compete for the host's memory as those of a step
+    do, and their threads wait without work, as in a step. Not for the emulated device, whose copies are the processor's own
+    work."""
+    assert isinstance(device, CudaDevice)
     ends, stopped = _ends(device, effort.copies[-1]), threading.Event()
 
     def copy_all(queue: Queue) -> None:
         move = _mover(device, queue)
-        while not stopped.is_set():
-            move(*ends[queue])
-            copied = device.api.new_event()
-            device.api.record(copied, device.streams.copying[queue])
-            device.api.block(copied)
+        with device.api.use(device.streams.copying[queue]):
+            while not stopped.is_set():
+                move(*ends[queue])
+                catch_up(device.api)
 
     with ThreadPoolExecutor(2) as threads:
         try:

@@ -305,7 +305,7 @@ class Masters:
         else:
             if checked and (position := host_kernels.nonfinite([operands.grad for _, operands in tasks])) is not None:
                 return position
-            for update, operands in sorted(tasks, key=lambda task: -task[1].weight.numel()):  # the device waits for the first
+            for update, operands in sorted(tasks, key=lambda task: -task[1].weight.numel()):  # the largest covers launches
                 device_kernels.apply(update, operands)
         for (parameter, _, _), (_, _, new) in zip(rows, prepared, strict=True):
             optimizer.state[parameter].update(new)

@@ -19,7 +19,7 @@ import torch
 
 from mtcompile.runtime.devices.arena import arena, span_nbytes
 from mtcompile.runtime.devices.cpu import POISON, CpuMemory
-from mtcompile.runtime.devices.cuda_driver import Api
+from mtcompile.runtime.devices.cuda_driver import Api, catch_up
 from mtcompile.runtime.devices.joining import bytes_of, runs_of_bytes
 from mtcompile.runtime.devices.pinned import NotPinned, Staging
 from mtcompile.runtime.disk.direct import DirectReader, KvikioReader
@@ -145,18 +145,12 @@ class CudaMemory(CpuMemory):
 
     def _read_directly(self, reads: Sequence[str], writes: Sequence[str]) -> None:
         """Read once all that was issued before has run, and return when the bytes are there: no stream orders such a read."""
-        self._catch_up()
+        catch_up(self.api)
         super()._read_directly(reads, writes)
-
-    def _catch_up(self) -> None:
-        """Wait for all that was issued to the current stream."""
-        issued = self.api.new_event()
-        self.api.record(issued, self.api.current_stream())
-        self.api.block(issued)
 
     def _fill_with_zeros(self, target: torch.Tensor) -> None:
         """Fill host memory once all copies that were issued before have run: no stream orders what the host writes."""
-        self._catch_up()
+        catch_up(self.api)
         super()._fill_with_zeros(target)
 
     def _slices_with_rows(self, ends: torch.Tensor) -> list[int]:

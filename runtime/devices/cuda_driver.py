@@ -61,9 +61,7 @@ class Api:
         layout = tensor.shape, tensor.stride()
         copied = torch.empty_strided(*layout, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
         copied.copy_(tensor, non_blocking=True)
-        event = self.new_event()
-        self.record(event, self.current_stream())
-        self.block(event)
+        catch_up(self)
         return copied
 
     def fill(self, target: torch.Tensor, value: int) -> None:
@@ -100,6 +98,13 @@ class Api:
             with contextlib.suppress(RuntimeError):  # the refusal stays the thread's last error until a launch reports it
                 torch.empty(1, device=self.device).fill_(0)
             raise
+
+
+def catch_up(api: Any) -> None:
+    """Make the calling thread wait, without using its core, for all that was issued to its current stream."""
+    issued = api.new_event()
+    api.record(issued, api.current_stream())
+    api.block(issued)
 
 
 def pci_address(properties: Any) -> str:

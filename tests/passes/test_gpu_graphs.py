@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from benchmarks.gpu import FIXTURES
 from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.analysis.cost import node_cost
 from mtcompile.passes.analysis.state import Budgets
@@ -14,8 +13,6 @@ from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import kernel_of, regions
 from mtcompile.runtime.verify import verify
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 @pytest.mark.parametrize(
