@@ -47,7 +47,7 @@ def measure(name: str, share: float | None) -> dict[str, Any]:
     from benchmarks.models import CPU, flops_per_step, make
     from benchmarks.peers import PEERS, RESIDENT, WITHIN
     from mtcompile.backend import reports
-    from mtcompile.torch_private import AllocatorPeak
+    from mtcompile.torch_private import cpu_allocator_peak
 
     case = next(case for case in CPU if case.name == name)
     model, tokens, targets = make(case)
@@ -66,7 +66,7 @@ def measure(name: str, share: float | None) -> dict[str, Any]:
         for p in own.parameters():
             p.grad = None
         gc.collect()
-        with AllocatorPeak() as peak:
+        with cpu_allocator_peak() as peak:
             loss = call(tokens, targets)
             loss.backward()
         del loss

@@ -13,7 +13,7 @@ from torch import nn
 import mtcompile
 from mtcompile.backend import reports
 from mtcompile.execution.runner import Frame
-from mtcompile.torch_private import AllocatorPeak
+from mtcompile.torch_private import cpu_allocator_peak
 from tests.helpers.models import Gpt, tokens
 
 pytestmark = pytest.mark.slow  # it compiles many models
@@ -53,7 +53,7 @@ def train(model: nn.Module, call: Any, batches: list[torch.Tensor]) -> tuple[lis
     for index, batch in enumerate(batches):
         if index + 1 == len(batches):
             gc.collect()
-            with AllocatorPeak() as measured:
+            with cpu_allocator_peak() as measured:
                 loss = call(batch)
                 loss.backward()
             peak = measured.nbytes or 0

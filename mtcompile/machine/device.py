@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -15,7 +16,7 @@ from mtcompile.runtime.devices.cpu import CpuDevice
 from mtcompile.runtime.devices.cuda import CudaDevice
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import gib
-from mtcompile.torch_private import AllocatorPeak
+from mtcompile.torch_private import AllocatorPeak, cpu_allocator_peak
 
 _HOST_RESERVE = 0.05  # share of the host's available memory left to others, so that the kernel need not end this process
 _LIBRARIES = 0.02  # share of an accelerator's free memory that libraries take for themselves, such as cuBLAS; an estimate
@@ -117,34 +118,26 @@ def total_nbytes(device: Device) -> int | None:
     return int(torch.get_device_module(device.where).mem_get_info(device.where)[1])
 
 
-class AcceleratorPeak:
-    """Measures the peak of bytes requested from an accelerator's allocator, beyond those at entry. After exit, ``nbytes`` is
-    the peak and ``kept`` is what is still allocated. What operations ran is not seen."""
-
-    reads_values = False
-
-    def __init__(self, where: torch.device) -> None:
-        self.nbytes: int | None = None
-        self.kept = 0
-        self._where, self._module, self._before = where, torch.get_device_module(where), 0
-
-    def __enter__(self) -> AcceleratorPeak:
-        # Libraries allocate a lasting workspace at the first product of each thread, which should not be measured.
-        one = torch.zeros(8, 8, device=self._where)
-        torch.addmm(one[0], one @ one, one)
-        del one
-        self._module.reset_peak_memory_stats(self._where)
-        self._before = self._read("current")
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.nbytes = self._read("peak") - self._before
-        self.kept = self._read("current") - self._before
-
-    def _read(self, statistic: str) -> int:
-        return int(self._module.memory_stats(self._where).get(f"requested_bytes.all.{statistic}", 0))
-
-
-def allocator_peak(where: torch.device) -> AllocatorPeak | AcceleratorPeak:
+def allocator_peak(where: torch.device) -> contextlib.AbstractContextManager[AllocatorPeak]:
     """Returns a context that measures what is allocated on a device while it lasts."""
-    return AllocatorPeak() if where.type == "cpu" else AcceleratorPeak(where)
+    return cpu_allocator_peak() if where.type == "cpu" else _accelerator_peak(where)
+
+
+@contextlib.contextmanager
+def _accelerator_peak(where: torch.device) -> Iterator[AllocatorPeak]:
+    """Measures the bytes requested from an accelerator's allocator. What operations ran is not seen."""
+    module = torch.get_device_module(where)
+
+    def requested(statistic: str) -> int:
+        return int(module.memory_stats(where).get(f"requested_bytes.all.{statistic}", 0))
+
+    # Libraries allocate a lasting workspace at the first product of each thread, which should not be measured.
+    one = torch.zeros(8, 8, device=where)
+    torch.addmm(one[0], one @ one, one)
+    del one
+    module.reset_peak_memory_stats(where)
+    before, peak = requested("current"), AllocatorPeak()
+    try:
+        yield peak
+    finally:
+        peak.nbytes, peak.kept = requested("peak") - before, requested("current") - before

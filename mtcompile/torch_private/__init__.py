@@ -50,6 +50,7 @@ from mtcompile.torch_private.dynamo import (
 from mtcompile.torch_private.kernels import (
     AllocatorPeak,
     attention_backend,
+    cpu_allocator_peak,
     expand_segments,
     inductor,
     inductor_cache,
@@ -113,6 +114,7 @@ __all__ = [
     "checking_branches",
     "computing_numpy",
     "counting_losses",
+    "cpu_allocator_peak",
     "dispatch_mode",
     "expand_segments",
     "expecting_values",

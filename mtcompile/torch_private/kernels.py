@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,62 +75,50 @@ def profiler_runs() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled())
 
 
-@contextlib.contextmanager
-def _ending_profiler() -> Iterator[None]:
-    """Ends the profiler if an interrupt comes while it is started or stopped: left on, it would gather all that follows."""
-    try:
-        yield
-    except BaseException:
-        if profiler_runs():
-            with contextlib.suppress(RuntimeError):
-                torch.autograd._disable_profiler()
-        raise
-
-
 _READING_VALUES = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::bincount"}
 
 
+@dataclass(slots=True)
 class AllocatorPeak:
-    """Measures the largest sum of live bytes that this thread allocated since entry, from the allocator's own events. Holds the
-    process's lock meanwhile: there is one profiler.
+    """What a piece of work allocated, in bytes beyond those live when it began. ``nbytes``: the largest sum of live bytes; None
+    where that could not be measured. ``kept``: those still held when it ended. ``reads_values``: whether operations read
+    values, by which others may be sized."""
 
-    ``nbytes`` after exit: the peak over the bytes live at entry; None where another profiler was already active. ``kept``: the
-    bytes that are still held then. ``reads_values``: whether operations ran by whose values others may be sized.
-    """
+    nbytes: int | None = None
+    kept: int = 0
+    reads_values: bool = False
 
-    def __init__(self) -> None:
-        self.nbytes: int | None = None
-        self.kept = 0
-        self.reads_values = False
-        self._profile: Any = None
-        self._lock = contextlib.ExitStack()
 
-    def __enter__(self) -> AllocatorPeak:
-        with contextlib.ExitStack() as stack:  # an interrupt gives the lock back
-            stack.enter_context(process_lock)
-            self._start()
-            self._lock = stack.pop_all()
-        return self
+@contextlib.contextmanager
+def cpu_allocator_peak() -> Iterator[AllocatorPeak]:
+    """Measures what this thread allocates on the CPU inside, from the allocator's own events; the figures are there at the end.
+    Measures nothing where another profiler is already active: there is one in a process, whose lock is held meanwhile.
 
-    def _start(self) -> None:
-        if not profiler_runs():
-            self._profile = torch.autograd.profiler.profile(profile_memory=True)
-            with _ending_profiler():
-                self._profile.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
+    An interrupt may come after any call. The profiler's own functions are called, not ``profile``, which would say that it runs
+    before it does and after it has ended: one that is left on ends the process when it exits."""
+    peak = AllocatorPeak()
+    with process_lock:
+        if profiler_runs():
+            yield peak
+            return
+        profile = torch.autograd.profiler.profile(profile_memory=True)
+        prepared, enabled = profile.config(create_trace_id=True), profile.config(create_trace_id=False)
+        torch.autograd._prepare_profiler(prepared, profile.kineto_activities)
         try:
-            if self._profile is None:
-                return
-            with _ending_profiler():
-                self._profile.__exit__(*exc)
-        finally:
-            self._lock.close()
-        every = [(e, e.name()) for e in self._profile.kineto_results.events()]
-        self.reads_values = any(name in _READING_VALUES for _, name in every)
-        events = ((e.start_ns(), e.nbytes()) for e, name in every if name == "[memory]")
-        live = peak = 0
-        for _, nbytes in sorted(events, key=lambda event: event[0]):  # stable: events of one nanosecond keep their order
-            live += nbytes
-            peak = max(peak, live)
-        self.nbytes, self.kept = peak, live
+            torch.autograd._enable_profiler(enabled, profile.kineto_activities)
+            yield peak
+        finally:  # nothing is called before: an interrupt after that would leave it on
+            recorded = torch.autograd._disable_profiler()
+    _read_events(recorded.events(), peak)
+
+
+def _read_events(events: Iterable[Any], peak: AllocatorPeak) -> None:
+    """Reads what a profiler has recorded into ``peak``."""
+    named = [(event, event.name()) for event in events]
+    peak.reads_values = any(name in _READING_VALUES for _, name in named)
+    changes = ((event.start_ns(), event.nbytes()) for event, name in named if name == "[memory]")
+    live = most = 0
+    for _, nbytes in sorted(changes, key=lambda change: change[0]):  # stable: those of one nanosecond keep their order
+        live += nbytes
+        most = max(most, live)
+    peak.nbytes, peak.kept = most, live

@@ -113,15 +113,15 @@ def test_storage_holders_counts_views() -> None:
 
 def test_the_allocators_events_see_what_an_operation_makes_inside() -> None:
     x = torch.ones(1024)
-    with torch_private.AllocatorPeak() as peak:
+    with torch_private.cpu_allocator_peak() as peak:
         y = (x + x) * x  # the sum and the product are alive together
     assert peak.nbytes == 2 * 4096
     del y
-    with torch_private.AllocatorPeak() as peak:
+    with torch_private.cpu_allocator_peak() as peak:
         for _ in range(200):
             torch.empty(16)
     assert peak.nbytes == 64
-    with torch.profiler.profile(), torch_private.AllocatorPeak() as peak:
+    with torch.profiler.profile(), torch_private.cpu_allocator_peak() as peak:
         torch.empty(16)
     assert peak.nbytes is None  # another profiler is active
 

@@ -36,7 +36,7 @@ from mtcompile.runtime.devices.arena import arena, layout_of
 from mtcompile.runtime.devices.cpu import Arenas, CpuMemory
 from mtcompile.runtime.executor import Delays, PhaseOptions, execute, prepare
 from mtcompile.runtime.schedule import Schedule
-from mtcompile.torch_private import AllocatorPeak
+from mtcompile.torch_private import cpu_allocator_peak
 from tests.helpers.models import make
 
 
@@ -140,7 +140,7 @@ def run(
             for t, b in ((t, schedule.buffers[name]) for name, t in memory.tensors.items())
             if b.tier == "device" and (b.kind == "pooled" or (b.role == "tangent" and phase == "backward"))
         )
-        with torch.no_grad(), AllocatorPeak() as peak:
+        with torch.no_grad(), cpu_allocator_peak() as peak:
             execute(prepare(schedule, phase), memory, kernels, PhaseOptions(delays=delays))
         assert peak.nbytes is not None
         measured.append(base + peak.nbytes)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import mtcompile
-from mtcompile.torch_private import AllocatorPeak
+from mtcompile.torch_private import cpu_allocator_peak
 from tests.execution.plain.models import new, programs, texts
 from tests.helpers.training import adamw, train
 
@@ -46,7 +46,7 @@ def test_what_a_step_takes_is_within_what_it_was_given() -> None:
     for batch in shorter:
         model.zero_grad()
         held = session.held_nbytes()
-        with AllocatorPeak() as peak:
+        with cpu_allocator_peak() as peak:
             loss = model(batch)
             reserved = session.held_nbytes() - held
             loss.backward()
