@@ -62,7 +62,7 @@ def test_a_block_is_fetched_in_few_copies(name: str, where: str) -> None:
         return len(cuda.copies)
 
     assert issued(joins=False) - issued(joins=True) == values - copies
-    assert copies < 0.6 * values  # tiny weights leave padding, which no allocation has
+    assert copies < (0.6 if where == "slots" else 0.7) * values  # tiny weights leave padding, which no allocation has
 
 
 def test_what_is_allocated_together_has_its_bits_and_its_bytes_on_the_emulated_device() -> None:
