@@ -35,6 +35,7 @@ from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, Pl
 from mtcompile.passes.planning.search import refine, unseen_neighbours
 from mtcompile.passes.rewrites.casts import may_cast
 from mtcompile.passes.step_graph import kernel_of, regions
+from mtcompile.runtime.frozen import changed
 from mtcompile.runtime.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -98,13 +99,13 @@ class Candidates:
                 return candidate
             self._figures[key] = figures
         peaks, step_time_us, update_us = self._figures[key]
-        again = replace(plan, peak_bytes=dict(peaks), step_time_us=step_time_us, update_us=update_us)
+        again = changed(plan, peak_bytes=dict(peaks), step_time_us=step_time_us, update_us=update_us)
         return Candidate(again, lambda: evaluate(self.problem, self.draft, plan).schedule)
 
     def _paced(self, plan: Plan) -> Candidate:
         """Returns the plan as ``paced`` chooses it; the choice is remembered."""
         if (key := identity(plan)) in self._paces:
-            return self.evaluate(replace(plan, updates=self._paces[key]))
+            return self.evaluate(changed(plan, updates=self._paces[key]))
         candidate = paced(plan, self.evaluate, self._evaluator.due_first)
         self._paces[key] = candidate.plan.updates
         return candidate

@@ -14,6 +14,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy
 
 Array = Any  # of numpy
+# Steepest edges need as many solutions as a program has rows where it begins at the basis of another; Devex needs none.
+_DEVEX = 1
+_SETTINGS: Mapping[str, Any] = {
+    **{"output_flag": False, "presolve": "off", "solver": "simplex", "parallel": "off", "threads": 1},
+    "simplex_dual_edge_weight_strategy": _DEVEX,
+}
 # Until how near to the least, as a share of it, and at how many nodes of the search a solver looks for whole numbers.
 _WHOLE: Mapping[str, Any] = {"mip_rel_gap": 2e-3, "mip_max_nodes": 100}
 
@@ -89,8 +95,7 @@ class _Highs:
         program.a_matrix_.value_ = matrix.factors
         new: Any = highspy.Highs
         self._module, self._highs = highspy, new()
-        settings = {"output_flag": False, "presolve": "off", "solver": "simplex", "parallel": "off", "threads": 1}
-        for name, value in settings.items():
+        for name, value in _SETTINGS.items():
             self._highs.setOptionValue(name, value)
         self._highs.passModel(program)
         self._bounds = numpy.zeros((matrix.columns, 2))
