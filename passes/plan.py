@@ -6,12 +6,11 @@ import hashlib
 import html
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import repeat
 from typing import Any, Literal, get_args
 
-from mtcompile.runtime.frozen import changed
 from mtcompile.runtime.schedule import gib
 
 FORMAT = "mtcompile-plan-2"
@@ -294,7 +293,7 @@ class Plan:
 
     def with_decisions(self, decisions: Iterable[Decision]) -> Plan:
         """The same plan with these decisions in place of those about the same subjects; of several about one, the last."""
-        return changed(self, decisions=self.decisions.replaced(decisions))
+        return replace(self, decisions=self.decisions.replaced(decisions))
 
     def to_json(self, indent: int | None = None) -> str:
         """The plan as text that ``plan_from_json`` reads."""

@@ -19,7 +19,7 @@ from mtcompile.passes.plan import Certificate, Plan, Updates
 from mtcompile.passes.planning.climbs.climb import Climbs, climbs_of
 from mtcompile.passes.planning.climbs.hosts import HostClimbs, Pace, host_climbs
 from mtcompile.passes.planning.climbs.limits import Limits
-from mtcompile.passes.planning.evaluate import completed, evaluate, exact, identity, shortfall
+from mtcompile.passes.planning.evaluate import completed, evaluate, exact, faster, identity, shortfall
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.lean import lean_plans, lean_starts, leanest_within, slower_than_some
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
@@ -35,7 +35,6 @@ from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, Pl
 from mtcompile.passes.planning.search import refine, unseen_neighbours
 from mtcompile.passes.rewrites.casts import may_cast
 from mtcompile.passes.step_graph import kernel_of, regions
-from mtcompile.runtime.frozen import changed
 from mtcompile.runtime.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class Candidates:
         self.problem, self.progress, self.store = problem, progress, store
         self.sizes = param_nbytes(problem.step)
         self.open_params = {b: nbytes for b, nbytes in self.sizes.items() if b not in problem.fixed_homes}
-        self.base, self.draft = decided(problem, self.sizes), draft_of(problem.step)
+        self.base, self.draft = replace(decided(problem, self.sizes), narrow=False), draft_of(problem.step)
         self.evaluations = 0
         self._akin: Candidates | None = None  # of a problem whose plans have the same figures
         self._figures: dict[Hashable, tuple[Mapping[str, int], float, float]] = {}  # peaks, times; schedules would fill memory
@@ -99,13 +98,13 @@ class Candidates:
                 return candidate
             self._figures[key] = figures
         peaks, step_time_us, update_us = self._figures[key]
-        again = changed(plan, peak_bytes=dict(peaks), step_time_us=step_time_us, update_us=update_us)
+        again = replace(plan, peak_bytes=dict(peaks), step_time_us=step_time_us, update_us=update_us)
         return Candidate(again, lambda: evaluate(self.problem, self.draft, plan).schedule)
 
     def _paced(self, plan: Plan) -> Candidate:
         """Returns the plan as ``paced`` chooses it; the choice is remembered."""
         if (key := identity(plan)) in self._paces:
-            return self.evaluate(changed(plan, updates=self._paces[key]))
+            return self.evaluate(replace(plan, updates=self._paces[key]))
         candidate = paced(plan, self.evaluate, self._evaluator.due_first)
         self._paces[key] = candidate.plan.updates
         return candidate
@@ -151,8 +150,9 @@ class Candidates:
 
     @cached_property
     def _streamed(self) -> Schedule:
-        """A schedule with every home on the host."""
-        plan = POLICIES["megatrain"](self.problem.step, self.base, self.open_params)
+        """A schedule with every home on the host, with casts there."""
+        base = replace(self.base, narrow=may_cast(self.problem.step))
+        plan = POLICIES["megatrain"](self.problem.step, base, self.open_params)
         return evaluate(self.problem, self.draft, plan).schedule
 
     @cached_property
@@ -213,7 +213,8 @@ class Candidates:
         """Returns the plan that needs least device memory, whatever the budgets."""
         with contextlib.suppress(DoesNotFit):
             self.best(0, None)
-        return self.planned(min(self._points, key=lambda point: (point.peak, point.time_us)).plan)
+        points = [*self._points, *(self._variants if self._casts else [])]
+        return self.planned(min(points, key=lambda point: (point.peak, point.time_us)).plan)
 
     def needs(self, tier: str, limits: Mapping[str, int]) -> int | None:
         """Returns the fewest bytes of a tier with which some plan keeps to ``limits`` on others, after ``best`` found none."""
@@ -234,7 +235,7 @@ class Candidates:
     def of_policy(self, policy: str, budgets: Budgets) -> Candidate:
         """Returns the plan of a fixed policy with its figures, whether it fits or not; without waiting gradients if that fits
         better."""
-        candidate = self._paced(POLICIES[policy](self.problem.step, self.base, self.open_params))
+        candidate = self._with_casts(self._paced(POLICIES[policy](self.problem.step, self.base, self.open_params)), budgets)
         if fits(candidate.plan, budgets) or (less := impatient(candidate.plan)) is None:
             return candidate
         return min((candidate, self.evaluate(less)), key=lambda one: missing_nbytes(one.plan, budgets))
@@ -248,8 +249,7 @@ class Candidates:
         """Returns the best plan for these budgets, at an evaluated point or between two. Raises DoesNotFit and _Stale."""
         budgets = problem.budgets
         points = self._points_for(budgets)
-        compared = [*self._points, *self._variants] if self._casts else self._points
-        chosen = [choose(points, within, self._evaluated, budgets) for within in frontiers(compared)]
+        chosen = [choose(points, within, lambda plan: self._paced(plan).plan, budgets) for within in frontiers(self._points)]
         point = min(chosen, key=lambda one: (one.time_us, one.peak))
         candidate = self._with_less_on_host(self._improvement(self._again(point), budgets), budgets)
         fewest = min(point.peak for point in points if fits_host(point, budgets))
@@ -257,9 +257,9 @@ class Candidates:
         return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host, candidate.plan.total_us))
 
     def _improvement(self, candidate: Candidate, budgets: Budgets) -> Candidate:
-        """Returns the fastest of the plan and of climbs that fit."""
+        """Returns the fastest of the plan and of climbs that fit, with casts on the host if these make it faster."""
         if (climbs := self._climbs()) is None:
-            return candidate
+            return self._with_casts(candidate, budgets)
 
         def fitting(plan: Plan) -> list[Plan]:
             less = impatient(plan) if budgets.host is not None else None
@@ -269,21 +269,19 @@ class Candidates:
         plan = climbs.best(budgets.device, candidate.plan, fitting, budgets.host)
         if budgets.host is not None:  # none of these is faster than what needs more of the host: that may fit
             plan = self._climbs_on_hosts(climbs).best(budgets.device, budgets.host, plan)
-        return candidate if plan is candidate.plan else self.evaluate(plan)
+        return self._with_casts(candidate if plan is candidate.plan else self.evaluate(plan), budgets)
 
     @property
     def _variants(self) -> list[Point]:
-        """Plans that need little of the host, and variants of undominated plans: without waiting gradients, and, where the host
-        casts, with casts where they were captured. Where it casts nothing, gradients that wait should slow no plan down, and a
-        faster variant is left out: only host budgets ask for variants then, so it would make a larger budget slower."""
+        """Plans that need little of the host; variants of undominated plans without waiting gradients; and, where the host may
+        cast, the leanest plan with casts there. Gradients that wait should slow no plan down, and a variant that is faster is
+        left out: only host budgets ask for variants, so it would make a larger budget slower."""
         if self._varied_points is None:
-            self._varied_points = []
-            for point in undominated(self._points):
-                varied = [] if (less := impatient(point.plan)) is None else [self.evaluate(less).plan]
-                varied = [plan for plan in varied if self._casts or plan.total_us >= point.time_us]
-                if self._casts and point.plan.narrow:
-                    varied.append(self._paced(replace(point.plan, narrow=False)).plan)
-                self._varied_points += [Point(plan, (plan,), 0) for plan in varied]
+            timed = [(point.time_us, impatient(point.plan)) for point in undominated(self._points)]
+            varied = [plan for us, less in timed if less and (plan := self.evaluate(less).plan).total_us >= us]
+            if self._casts:
+                varied.append(self._paced(replace(min(self._points, key=lambda point: point.peak).plan, narrow=True)).plan)
+            self._varied_points = [Point(plan, (plan,), 0) for plan in varied]
             lean = lean_plans(lean_starts(self.base, self._by_density), self.open_params)
             self._varied_points += slower_than_some([self.evaluate(plan).plan for plan in lean], self._points)
         return self._varied_points
@@ -293,10 +291,12 @@ class Candidates:
         starts = lean_starts(self.base, self._by_density)
         return leanest_within(device, starts, self.open_params, lambda plan: self.evaluate(plan).plan)
 
-    def _evaluated(self, plan: Plan) -> Plan:
-        """Returns the plan with its figures, with casts where they are faster: the host may be busier than the link."""
-        ways = (True, False) if self._casts else (plan.narrow,)
-        return min((self._paced(replace(plan, narrow=narrow)).plan for narrow in ways), key=lambda one: one.total_us)
+    def _with_casts(self, candidate: Candidate, budgets: Budgets) -> Candidate:
+        """Returns the plan with casts on the host where that is faster: less crosses the link, and the host has more to do.
+        Plans are searched for without these casts, as only a schedule tells the figures of those that have them."""
+        if not self._casts or candidate.plan.narrow:
+            return candidate
+        return faster(candidate, self._paced(replace(candidate.plan, narrow=True)), budgets)
 
     def _again(self, point: Point) -> Candidate:
         """Returns the point with its schedule. Raises _Stale."""
@@ -319,10 +319,8 @@ class Candidates:
 
     def _with_less_on_host(self, candidate: Candidate, budgets: Budgets) -> Candidate:
         """Returns the plan whose gradients do not wait on the host, if it is as fast."""
-        if (plan := impatient(candidate.plan)) is None:
-            return candidate
-        less = self.evaluate(plan)
-        return less if fits(less.plan, budgets) and less.plan.total_us <= candidate.plan.total_us else candidate
+        less = impatient(candidate.plan)
+        return candidate if less is None else faster(candidate, self.evaluate(less), budgets)
 
     def _recall(self) -> bool:
         """Takes what earlier searches stored. Tells whether there was anything that can be read."""

@@ -12,10 +12,11 @@ from torch import fx
 from mtcompile.passes import rewrite, rewritten_draft
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.fetches import fetches, is_resident
-from mtcompile.passes.analysis.state import drive_nbytes, persistent_nbytes, state_by_tier, times_us, trained_nbytes
+from mtcompile.passes.analysis.state import Budgets, drive_nbytes, persistent_nbytes, state_by_tier, times_us, trained_nbytes
 from mtcompile.passes.draft import bundle
 from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.plan import Certificate, Plan
+from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
 from mtcompile.runtime.deps import Waits, derive, waits
 from mtcompile.runtime.schedule import Queue, Schedule, gib
@@ -68,6 +69,11 @@ def identity(plan: Plan) -> Hashable:
     """A key that is equal for plans with equal figures: of all that they decide, in any order, without reasons."""
     about = plan.lookahead, plan.span, plan.pooled, plan.updates, plan.narrow, plan.disk_lookahead, plan.disk_direct
     return plan.decisions.identity, *about
+
+
+def faster(candidate: Candidate, other: Candidate, budgets: Budgets) -> Candidate:
+    """Returns the other candidate if it is within the budgets and no slower; else the first one."""
+    return other if fits(other.plan, budgets) and other.plan.total_us <= candidate.plan.total_us else candidate
 
 
 def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, certificate: Certificate | None) -> Planned:

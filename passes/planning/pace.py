@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import replace
 
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import Candidate
 from mtcompile.runtime.deps import waits
-from mtcompile.runtime.frozen import changed
 from mtcompile.runtime.schedule import PHASES, Schedule
 from mtcompile.runtime.sim import clock
 
@@ -60,7 +60,7 @@ def with_pace(plan: Plan, patient: bool, order: tuple[str, ...]) -> Plan:
     updates = plan.updates
     if updates is None:
         return plan
-    return changed(plan, updates=changed(updates, patient=patient and not updates.in_turn, order=order))
+    return replace(plan, updates=replace(updates, patient=patient and not updates.in_turn, order=order))
 
 
 def _due_first(schedule: Schedule) -> tuple[str, ...]:

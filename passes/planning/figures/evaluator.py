@@ -44,9 +44,10 @@ class Evaluator:
         known: Evaluator | None = None,
     ) -> None:
         self.problem = problem
+        self._casts = casts
         self._sketches: Sketches = Sketches(draft) if known is None else known._sketches
         step, updates = problem.step, problem.budgets.updates
-        self.able = not (casts or step.meta.get("sliced") or ranks_of(step) != 1)
+        self.able = not (step.meta.get("sliced") or ranks_of(step) != 1)
         self.able = self.able and not (updates is not None and updates.held)
         self._library = library() if compiled else None
         self._summaries: dict[object, tuple[Summary, CompiledStep | None]] = {} if known is None else known._summaries
@@ -71,7 +72,7 @@ class Evaluator:
         return earliest_due(self._evaluated(plan)[1].arriving())
 
     def _supports(self, plan: Plan) -> bool:
-        if not self.able or (plan.updates is not None and plan.updates.held):
+        if not self.able or (self._casts and plan.narrow) or (plan.updates is not None and plan.updates.held):
             return False
         on_disk = () if self.problem.budgets.disk is None else (d for d in plan.decisions if d.choice == "disk")
         if any(decision.kind == "activation" for decision in on_disk):

@@ -101,7 +101,10 @@ def test_no_plan_is_evaluated_twice_in_a_search(case: str, monkeypatch: pytest.M
     forgetting._figures, forgetting._paces = Forgetting(), Forgetting()
     least, most = remembering.least().plan.peak_bytes["device"], remembering.best(None, None).plan.peak_bytes["device"]
     plans = [remembering.best(least + (most - least) * i // 2, None) for i in range(2)]
-    assert remembering.evaluations == len(set(keys)) and len(keys) <= 1.01 * len(set(keys)) + 1  # few again, for schedules
+    of_casts = case == "mixed"  # the one schedule with casts that a search reads costs from
+    assert (
+        remembering.evaluations + of_casts == len(set(keys)) and len(keys) <= 1.01 * len(set(keys)) + 1
+    )  # few again, for schedules
     evaluated = len(keys)
     forgetting.least()
     for i, planned in enumerate(plans):
@@ -306,8 +309,9 @@ def test_updates_that_need_not_wait_for_the_last_cast_are_seen() -> None:
     )
     assert candidates.best(least.peak_bytes["device"], host).plan.total_us <= least.total_us
     points = candidates._points
-    assert any(point.plan.updates and not point.plan.updates.patient for point in points)
-    climbs = {Limits(7): points[-1].plan, Limits(7, 8): points[-1].plan}
+    hurried = impatient(points[-1].plan)
+    assert hurried is not None
+    climbs = {Limits(7): points[-1].plan, Limits(7, 8): candidates.evaluate(replace(hurried, narrow=True)).plan}
     again = searched_from_json(searched_to_json(points, climbs, candidates.ladders), candidates.base, candidates.ladders)
     assert [point.plan for point in again[0]] == [point.plan for point in points] and again[1] == climbs
 

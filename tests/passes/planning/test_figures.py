@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,7 +127,7 @@ def _with_order(plan: Plan, order: tuple[str, ...]) -> Plan | None:
 @pytest.mark.parametrize(("case", "way"), [("mixed", "as gradients arrive"), ("tied", "held")])
 def test_where_the_host_casts_or_updates_are_held_schedules_tell_the_figures(case: str, way: str) -> None:
     candidates = Candidates(PlanningProblem(step_of(case), SLOW, Budgets(updates=WAYS[way])))
-    plan = candidates.base
+    plan = replace(candidates.base, narrow=True)
     assert candidates._evaluator.figures(plan) is None and candidates._evaluator.due_first(plan) is None
     assert candidates.evaluate(plan).plan == evaluate(candidates.problem, candidates.draft, plan).plan
 
