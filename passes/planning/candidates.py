@@ -7,7 +7,7 @@ and a budget takes the last point that fits. So a larger budget is never slower,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf
@@ -46,6 +46,7 @@ _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
 _REFINED = 100  # plans evaluated between two of a ladder
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 _FEW_SEARCHED = 30  # fewer are no search of a step, which then has fewer seeds
+_NEARLY = 1.05  # times the fastest plan: slower ones are not tried with casts on the host
 
 
 class _Stale(Exception):
@@ -151,8 +152,9 @@ class Candidates:
     @cached_property
     def _streamed(self) -> Schedule:
         """A schedule with every home on the host, with casts there."""
-        base = replace(self.base, narrow=may_cast(self.problem.step))
-        plan = POLICIES["megatrain"](self.problem.step, base, self.open_params)
+        plan = POLICIES["megatrain"](
+            self.problem.step, replace(self.base, narrow=may_cast(self.problem.step)), self.open_params
+        )
         return evaluate(self.problem, self.draft, plan).schedule
 
     @cached_property
@@ -233,8 +235,7 @@ class Candidates:
         return completed(replace(self.problem, budgets=budgets), candidate, peaks["device"], bound)
 
     def of_policy(self, policy: str, budgets: Budgets) -> Candidate:
-        """Returns the plan of a fixed policy with its figures, whether it fits or not; without waiting gradients if that fits
-        better."""
+        """Returns a fixed policy's plan with its figures, fit or not; without waiting gradients if that fits better."""
         candidate = self._with_casts(self._paced(POLICIES[policy](self.problem.step, self.base, self.open_params)), budgets)
         if fits(candidate.plan, budgets) or (less := impatient(candidate.plan)) is None:
             return candidate
@@ -252,30 +253,31 @@ class Candidates:
         chosen = [choose(points, within, lambda plan: self._paced(plan).plan, budgets) for within in frontiers(self._points)]
         point = min(chosen, key=lambda one: (one.time_us, one.peak))
         candidate = self._with_less_on_host(self._improvement(self._again(point), budgets), budgets)
-        fewest = min(point.peak for point in points if fits_host(point, budgets))
-        minimum = min(fewest, candidate.plan.peak_bytes["device"])
+        minimum = min(candidate.plan.peak_bytes["device"], *(point.peak for point in points if fits_host(point, budgets)))
         return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host, candidate.plan.total_us))
 
     def _improvement(self, candidate: Candidate, budgets: Budgets) -> Candidate:
         """Returns the fastest of the plan and of climbs that fit, with casts on the host if these make it faster."""
         if (climbs := self._climbs()) is None:
             return self._with_casts(candidate, budgets)
+        improved: list[Plan] = []
 
         def fitting(plan: Plan) -> list[Plan]:
             less = impatient(plan) if budgets.host is not None else None
             varied = [plan] if less is None else [plan, self.evaluate(less).plan]
-            return [one for one in varied if fits(one, budgets) and one.total_us >= plan.total_us]
+            improved.extend(fit := [one for one in varied if fits(one, budgets) and one.total_us >= plan.total_us])
+            return fit
 
         plan = climbs.best(budgets.device, candidate.plan, fitting, budgets.host)
         if budgets.host is not None:  # none of these is faster than what needs more of the host: that may fit
             plan = self._climbs_on_hosts(climbs).best(budgets.device, budgets.host, plan)
-        return self._with_casts(candidate if plan is candidate.plan else self.evaluate(plan), budgets)
+        return self._with_casts(candidate if plan is candidate.plan else self.evaluate(plan), budgets, improved)
 
     @property
     def _variants(self) -> list[Point]:
-        """Plans that need little of the host; variants of undominated plans without waiting gradients; and, where the host may
-        cast, the leanest plan with casts there. Gradients that wait should slow no plan down, and a variant that is faster is
-        left out: only host budgets ask for variants, so it would make a larger budget slower."""
+        """Plans that need little of the host; undominated ones without waiting gradients; and the leanest with casts on the
+        host. Gradients that wait should slow no plan down: a variant that is faster is left out. It would make larger budgets
+        slower, as only host budgets ask for variants."""
         if self._varied_points is None:
             timed = [(point.time_us, impatient(point.plan)) for point in undominated(self._points)]
             varied = [plan for us, less in timed if less and (plan := self.evaluate(less).plan).total_us >= us]
@@ -291,12 +293,13 @@ class Candidates:
         starts = lean_starts(self.base, self._by_density)
         return leanest_within(device, starts, self.open_params, lambda plan: self.evaluate(plan).plan)
 
-    def _with_casts(self, candidate: Candidate, budgets: Budgets) -> Candidate:
-        """Returns the plan with casts on the host where that is faster: less crosses the link, and the host has more to do.
-        Plans are searched for without these casts, as only a schedule tells the figures of those that have them."""
-        if not self._casts or candidate.plan.narrow:
-            return candidate
-        return faster(candidate, self._paced(replace(candidate.plan, narrow=True)), budgets)
+    def _with_casts(self, candidate: Candidate, budgets: Budgets, others: Sequence[Plan] = ()) -> Candidate:
+        """Returns the candidate, or it or one of ``others`` that are nearly as fast with casts on the host, if that is faster:
+        less crosses the link, and the host has more to do. Searches leave these casts out, as only schedules tell of them."""
+        near = [plan for plan in others if plan.total_us <= _NEARLY * candidate.plan.total_us]
+        for plan in (candidate.plan, *near) if self._casts else ():
+            candidate = faster(candidate, self._paced(replace(plan, narrow=True)), budgets)
+        return candidate
 
     def _again(self, point: Point) -> Candidate:
         """Returns the point with its schedule. Raises _Stale."""
@@ -394,5 +397,4 @@ class Candidates:
         neighbours = unseen_neighbours(points, self.blocks, self.sizes, self.open_params, self.problem.budgets.host_activations)
         for left, plan in zip(range(remaining, 0, -1), neighbours, strict=False):
             self.progress("planning", len(points), len(points) + left)
-            evaluated = self._paced(plan).plan
-            points.append(Point(evaluated, (evaluated,), 0))
+            points.append(Point((evaluated := self._paced(plan).plan), (evaluated,), 0))

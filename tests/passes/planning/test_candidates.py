@@ -296,6 +296,27 @@ def test_more_memory_is_never_slower_where_the_host_casts(wall: str, way: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("wall", CASTING)
+def test_where_the_host_may_cast_few_schedules_are_made_and_climbs_and_casts_are_tried(
+    wall: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, scheduled = candidates_module.evaluate, list[Plan]()
+
+    def counting(problem: PlanningProblem, draft: Any, plan: Plan) -> Any:
+        scheduled.append(plan)
+        return counted(problem, draft, plan)
+
+    monkeypatch.setattr(candidates_module, "evaluate", counting)
+    candidates = Candidates(PlanningProblem(mixed(), CASTING[wall], Budgets()))
+    plan = candidates.best(candidates.floor * 3 // 2, None).plan
+    assert candidates.evaluations > 20 > len(scheduled)
+    improved = candidates._climbs()
+    assert improved is not None and improved.plans
+    other = candidates.evaluate(replace(plan, narrow=not plan.narrow)).plan
+    assert plan.total_us <= other.total_us and plan.narrow == (wall == "the link is the wall")
+
+
+@pytest.mark.slow
 def test_updates_that_need_not_wait_for_the_last_cast_are_seen() -> None:
     """They are faster and need less of the host, for fixed policies too; a search keeps them, also when it is stored."""
     machine = CASTING["the link is the wall"]
