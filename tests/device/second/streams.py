@@ -128,7 +128,13 @@ class Stream:
 
     def drain(self) -> None:
         with self.changed:
-            self.changed.wait_for(lambda: self.idle and not self.work)
+            self._wait_until(lambda: self.idle and not self.work)
+
+    def _wait_until(self, so: Callable[[], bool]) -> None:
+        """Waits for what another thread changes. Between a look and a wait, a finalizer may run that waits for this stream too.
+        What changes then has nobody to wake, so that who waits looks again now and then."""
+        while not so():
+            self.changed.wait(timeout=0.2)
 
     def wait_event(self, event: Event) -> None:
         DEVICE.note("wait", "event", self)
@@ -146,7 +152,7 @@ class Stream:
             with self.changed:
                 self.idle = True
                 self.changed.notify_all()
-                self.changed.wait_for(lambda: bool(self.work))
+                self._wait_until(lambda: bool(self.work))
                 work, self.idle = self.work.popleft(), False
             if lag_s := DEVICE.lag_s.get(self.number):
                 time.sleep(pauses.random() * lag_s)
