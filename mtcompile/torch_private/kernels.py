@@ -80,7 +80,7 @@ _READING_VALUES = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_s
 
 @dataclass(slots=True)
 class AllocatorPeak:
-    """The bytes that a piece of work allocated, beyond those live when it began. ``nbytes``: the largest sum of live bytes; None
+    """Bytes that a piece of work allocated, beyond those live when it began. ``nbytes``: the largest sum of live bytes; None
     where that could not be measured. ``kept``: those still held when it ended. ``reads_values``: whether operations read
     values, by which others may be sized."""
 
