@@ -70,6 +70,7 @@ GPU = (
     Training("14b-16x4096", "qwen3-14b", 16, 4096, _LARGE),
     Training("8b-32k", "llama-8b", 1, 32 * 1024, _LARGE),
     Training("8b-128k", "llama-8b", 1, 128 * 1024, _LARGE),
+    Training("4b-in-24GiB", "qwen3-4b", 8, 2048, _LARGE, memory=24 * GiB),
     Training("7b-in-40GiB", "qwen2.5-7b", 16, 4096, _LARGE, memory=40 * GiB),
     Training("7b-in-24GiB", "qwen2.5-7b", 4, 4096, _LARGE, memory=24 * GiB),
     Training("7b-4x4096-attention", "qwen2.5-7b", 4, 4096, tuple(_by(backend) for backend in _ATTENTION)),
