@@ -106,7 +106,7 @@ def front_end(
         if state.is_full():
             captures.clear()
             drop()
-        variants = captures.setdefault(torch_private.kernel_choices(), [])
+        variants = captures.setdefault(torch_private.kernel_choices(device), [])
         for _ in tuple(variants):
             with contextlib.suppress(torch_private.OtherValues):
                 return captured(variants, args, kwargs)

@@ -107,7 +107,7 @@ def trace_settings(device: torch.device) -> tuple[Any, ...]:
         torch.get_default_dtype(),
         str(torch.get_default_device()),
         torch.get_float32_matmul_precision(),
-        torch_private.kernel_choices(),
+        torch_private.kernel_choices(device),
         torch.backends.cpu.get_cpu_capability(),
     )
 

@@ -89,12 +89,12 @@ def _accelerator(where: torch.device) -> Machine:
 
 
 def _on_this_host(where: torch.device, preset: Machine) -> Machine:
-    """The preset, with the speed of updates on this host while copies run. It is measured once, in a second or two: of two
+    """The preset, with the speed of updates on this host, in a step. It is measured once, in a second or two: of two
     hosts with the same card, one may be twice as fast, as servers rent out parts of themselves. Ranks go by the preset: they
     share a host, and must plan alike."""
     if not knobs.measured() or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return preset
-    host = f"host, while copies run | {identity(where)}"
+    host = f"host, in a step | {identity(where)}"
     if (known := _remembered(host)) is None:
         try:
             with progress.doing("measuring the host's memory"):
@@ -107,9 +107,10 @@ def _on_this_host(where: torch.device, preset: Machine) -> Machine:
 
 @functools.cache
 def _host_gbps(where: torch.device) -> float:
-    """The speed that this process measured while copies ran, for where no cache remembers it."""
+    """The speed in a step that this process measured, for where no cache remembers it."""
+    alone = bandwidth.adamw_gbps(QUICK)
     with bandwidth.copying(choose(where), QUICK):
-        return float(f"{bandwidth.adamw_gbps(QUICK):.2g}")
+        return float(f"{bandwidth.in_a_step(alone, bandwidth.adamw_gbps(QUICK)):.2g}")
 
 
 def _other_card(where: torch.device, preset: Machine, why: str) -> Machine:

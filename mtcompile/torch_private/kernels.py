@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -47,13 +48,24 @@ def inductor_cache() -> str:
     return str(cache_dir())
 
 
-def kernel_choices() -> tuple[Any, ...]:
-    """The settings that choose, while a program is traced, which of several kernels it calls: the backends of attention that
-    are on, and their order; cuDNN, oneDNN, and the fast path of attention layers."""
+def kernel_choices(device: torch.device) -> tuple[Any, ...]:
+    """The settings that choose, while a program is traced for ``device``, which of several kernels it calls: the backends of
+    attention that are on, and their order; cuDNN, oneDNN, and the fast path of attention layers."""
+    _settle_order(device)
     sdp = torch.backends.cuda
     backends = (sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), sdp.cudnn_sdp_enabled())
     libraries = torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled, torch.backends.mha.get_fastpath_enabled()
     return backends, tuple(torch._C._get_sdp_priority_order()), *libraries
+
+
+@functools.cache
+def _settle_order(device: torch.device) -> None:
+    """Lets torch order its backends of attention, as it does where one is first chosen on a GPU (on some, cuDNN comes first
+    from then on): else a program's first step changes what it was captured by, and its second captures it again."""
+    if device.type != "cpu":
+        with contextlib.suppress(RuntimeError):  # a device without a choice
+            tiny = torch.empty((1, 1, 1, 8), dtype=torch.bfloat16, device=device)
+            torch._fused_sdp_choice(tiny, tiny, tiny)
 
 
 def attention_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
