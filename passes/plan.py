@@ -190,7 +190,7 @@ class Plan:
     of them. ``peak_bytes``, ``budget_bytes``: bytes per tier. ``step_time_us``: forward and backward as the simulator
     predicts them; ``update_us``: what the optimizer's update adds to them. ``certificate``: how fast any plan within these
     budgets could be. ``updates``: how parameters are updated in the backward; None: by optimizer.step(). ``narrow``: casts
-    run on the side of the link where fewer bytes cross.
+    run on the side of the link where fewer bytes cross, but for the home blocks ``wide``, which cross as they are.
     ``pooled``: what is fetched comes from the device's allocator, beside what regions make, and both share its bytes; otherwise
     it has slots, whose bytes are held at all times. What stays from the forward to the backward is pooled in any case.
     ``parts``: the home blocks of which each of several hosts has a part of the weights; they are gathered before each fetch.
@@ -214,6 +214,7 @@ class Plan:
     certificate: Certificate | None = None
     updates: Updates | None = None
     narrow: bool = True
+    wide: tuple[str, ...] = ()
     disk_lookahead: int = 0
     disk_direct: bool = False
     # Bytes of one step, and the days of such steps in a row after which the drive has been written as often as it is rated for.
@@ -327,6 +328,8 @@ class Plan:
             lines.append(f"  {traffic}; {'weights go straight to the device' if self.disk_direct else ahead}")
         if self.updates is not None:
             lines.append(f"  updates: {self.updates}")
+        if self.narrow and self.wide:
+            lines.append(f"  casts: on the host, except for {len(self.wide)} home blocks, which cross as they are")
         if self.parts:
             lines.append("  weights: each host has a part, and gathers the others before each fetch")
         lines.append(f"  numerics: {self.numerics}")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Certificate, Plan, Updates
+from mtcompile.passes.planning.climbs.casts import with_casts
 from mtcompile.passes.planning.climbs.climb import Climbs, climbs_of
 from mtcompile.passes.planning.climbs.hosts import HostClimbs, Pace, host_climbs
 from mtcompile.passes.planning.climbs.limits import Limits
@@ -46,7 +47,6 @@ _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
 _REFINED = 100  # plans evaluated between two of a ladder
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 _FEW_SEARCHED = 30  # fewer are no search of a step, which then has fewer seeds
-_NEARLY = 1.05  # times the fastest plan: slower ones are not tried with casts on the host
 
 
 class _Stale(Exception):
@@ -294,12 +294,8 @@ class Candidates:
         return leanest_within(device, starts, self.open_params, lambda plan: self.evaluate(plan).plan)
 
     def _with_casts(self, candidate: Candidate, budgets: Budgets, others: Sequence[Plan] = ()) -> Candidate:
-        """Returns the candidate, or it or one of ``others`` that are nearly as fast with casts on the host, if that is faster:
-        less crosses the link, and the host has more to do. Searches leave these casts out, as only schedules tell of them."""
-        near = [plan for plan in others if plan.total_us <= _NEARLY * candidate.plan.total_us]
-        for plan in (candidate.plan, *near) if self._casts else ():
-            candidate = faster(candidate, self._paced(replace(plan, narrow=True)), budgets)
-        return candidate
+        """Returns the candidate, or a faster plan whose host casts, where it may."""
+        return with_casts(self.problem.step, candidate, others, self._paced, budgets) if self._casts else candidate
 
     def _again(self, point: Point) -> Candidate:
         """Returns the point with its schedule. Raises _Stale."""

@@ -67,7 +67,7 @@ def evaluate(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan) -> Can
 
 def identity(plan: Plan) -> Hashable:
     """A key that is equal for plans with equal figures: of all that they decide, in any order, without reasons."""
-    about = plan.lookahead, plan.span, plan.pooled, plan.updates, plan.narrow, plan.disk_lookahead, plan.disk_direct
+    about = plan.lookahead, plan.span, plan.pooled, plan.updates, plan.narrow, plan.wide, plan.disk_lookahead, plan.disk_direct
     return plan.decisions.identity, *about
 
 

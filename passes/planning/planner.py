@@ -89,6 +89,7 @@ def resized(plan: Plan, base: Plan, blocks: Sequence[Block], params: Mapping[str
         span=plan.span,
         pooled=plan.pooled,
         narrow=plan.narrow,
+        wide=plan.wide,
         updates=plan.updates,
     )
 

@@ -38,9 +38,10 @@ _CAST = torch.ops.aten._to_copy.default
 def cast_on_host(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Casts parameters at home before they come in and gradients after they have left, where fewer bytes cross that way."""
     if plan.narrow:
-        for call in [call for call in calls(step) if call.target is prefetch]:
+        crossing = [call for call in calls(step) if call.meta.get("home") not in plan.wide]
+        for call in [call for call in crossing if call.target is prefetch]:
             _narrow_prefetch(step, call)
-        for call in [call for call in calls(step) if call.target is offload]:
+        for call in [call for call in crossing if call.target is offload]:
             _narrow_offload(step, call)
     return step
 

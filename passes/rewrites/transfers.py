@@ -90,6 +90,7 @@ def stream_params(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
                 else:
                     target = prefetch if end is None else prefetch_slices
                     moved = add_move(step.graph, target, at_home, about, f"fetch_{name}", by, pooled)
+            moved[0].args[0].meta["home"] = home
             for value, arrived in zip(values, moved, strict=True):
                 region.replace_input_with(value, arrived)
                 if stays:
@@ -239,6 +240,7 @@ def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
                     moved = add_offload_of_rows(step.graph, gradients[0], indices, count, about, name)
                 else:
                     moved = add_move(step.graph, offload, gradients, about, name)
+            moved[0].args[0].meta["home"] = home
             if plan.frees_early(home):
                 moved[0].args[0].meta["early"] = True
             for position, at_home in zip(positions, moved, strict=True):

@@ -152,6 +152,7 @@ def run(
 def random_plan(step: fx.GraphModule, choose: Any) -> Plan:
     """A plan with every decision drawn by ``choose(options)``."""
     plan = Plan(lookahead=choose([0, 1, 2]), span=choose([0, 1, 2]), narrow=choose([True, False]), pooled=choose([True, False]))
+    plan = replace(plan, wide=tuple(home for home in dict.fromkeys(step.meta["homes"].values()) if choose([True, False])))
     names = step.meta["blocks"]
     forward = [region for region in regions(step) if region.meta["phase"] == "forward"]
     for region in forward:

@@ -18,7 +18,10 @@ from mtcompile.passes.planning.ladders import Ladder
 from mtcompile.passes.planning.pace import with_pace
 
 _DECISION = [field.name for field in fields(Decision)]
-_SCALARS = "lookahead", "span", "pooled", "narrow", "disk_lookahead", "disk_direct", "peak_bytes", "step_time_us", "update_us"
+_SCALARS = (
+    *("lookahead", "span", "pooled", "narrow", "wide", "disk_lookahead", "disk_direct"),
+    *("peak_bytes", "step_time_us", "update_us"),
+)
 
 
 def searched_to_json(points: Sequence[Point], climbs: Mapping[Limits, Plan], ladders: Sequence[Ladder]) -> str:

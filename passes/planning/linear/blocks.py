@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -156,10 +156,12 @@ def _fetch_again(problem: PlanningProblem, block: Block, terms: Terms, operands:
     read_anyway = {operand for region in readers for operand in region.all_input_nodes}
     homes = param_homes(problem.step, block.region)
     alike: dict[tuple[str, frozenset[int]], int] = defaultdict(int)
+    as_it_is = Counter[tuple[str, frozenset[int]]]()  # bytes where the host casts none of them
     for operand, inner in operands.body.items():
         if inner in homes and operand not in read_anyway and operands.of[inner]:
             narrow = [cast.meta["val"].nbytes for cast in narrowing_casts(inner)]
             alike[homes[inner], operands.of[inner]] += min((operand.meta["nbytes"], *narrow))
+            as_it_is[homes[inner], operands.of[inner]] += operand.meta["nbytes"]
     for (home, positions), nbytes in alike.items():
         if home in terms.away and nbytes >= _FEWEST_BYTES * sizes[home]:
             again = terms.program.variable()
@@ -167,6 +169,12 @@ def _fetch_again(problem: PlanningProblem, block: Block, terms: Terms, operands:
             terms.program.at_most({terms.away[home]: 1.0} | dict.fromkeys(somewhere, -1.0))
             terms.loads["h2d", "backward"].append(Load(*read_in, {again: problem.machine.copy_us(nbytes, "h2d")}))
             terms.copied["backward"][again] += nbytes
+            if (wide := as_it_is[home, positions]) > nbytes and not terms.on_disk:
+                by_host, us = terms.program.variable(), problem.machine.copy_us(wide - nbytes, "h2d")
+                terms.program.at_most({by_host: 1.0, again: -1.0})
+                terms.loads["h2d", "backward"].append(Load(*read_in, {again: us, by_host: -us}))
+                host_us = (wide + nbytes) / problem.machine.host_gbps / 1e3
+                terms.loads["casts", "backward"].append(Load(*read_in, {by_host: host_us}))
 
 
 def _cast_again(problem: PlanningProblem, block: Block, terms: Terms, operands: _Operands) -> None:

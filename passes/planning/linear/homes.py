@@ -11,6 +11,7 @@ from torch import fx
 from mtcompile.passes.analysis.state import updated_on_disk_nbytes
 from mtcompile.passes.lower import update_cost
 from mtcompile.passes.planning.linear.needs import needs_of
+from mtcompile.passes.planning.linear.terms import Load, Terms
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import inputs_of
 from mtcompile.runtime.schedule import PHASES, Queue, Schedule
@@ -60,6 +61,27 @@ def home_costs(problem: PlanningProblem, on_host: Schedule, on_device: Schedule)
         )
         for home in dict.fromkeys(step.meta["homes"].values())
     }
+
+
+def place_casts(problem: PlanningProblem, terms: Terms) -> None:
+    """Adds what it costs where the host casts parameters for the forward, and gradients after the backward, and where it does
+    not: then they cross as they are. Both are decided by home."""
+    machine = problem.machine
+    if terms.on_disk:
+        return
+    for region, needs in terms.needs.items():
+        phase, block = region.meta["phase"], region.meta["block"]
+        ways = [("d2h", "host", needs.grads_wider, needs.grads_host)]
+        if phase == PHASES[0]:
+            ways.append(("h2d", "casts", needs.wider, needs.host))
+        for queue, work, wider, host in ways:
+            for home, nbytes in wider.items():
+                if nbytes and home in terms.away:
+                    us = machine.copy_us(nbytes, queue)
+                    by_host = terms.program.variable()
+                    terms.program.at_most({by_host: 1.0, terms.away[home]: -1.0})
+                    terms.loads[queue, phase].append(Load(block, block, {terms.away[home]: us, by_host: -us}))
+                    terms.loads[work, phase].append(Load(block, block, {by_host: host[home] / machine.host_gbps / 1e3}))
 
 
 def _total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -23,7 +23,9 @@ from mtcompile.runtime.schedule import aligned
 class Needs:
     """The least that a region needs. ``cost``: of its operations. By home: ``read``, bytes of the parameters that it reads, and
     ``stored``, of the gradients that leave it, as narrow as they may cross; ``grads``, of these gradients as they are;
-    ``casts``: the cost of what the host may cast for it; ``cast_nbytes``: bytes that it then needs no room for."""
+    ``casts``: the cost of what the host may cast for it; ``cast_nbytes``: bytes that it then needs no room for. ``wider``,
+    ``grads_wider``: bytes of parameters and gradients that cross more where the host does not cast them; ``host``,
+    ``grads_host``: bytes that it reads and writes where it does."""
 
     cost: Cost
     read: Mapping[str, int]
@@ -31,6 +33,10 @@ class Needs:
     grads: Mapping[str, int]
     casts: Mapping[str, Cost]
     cast_nbytes: Mapping[str, int]
+    wider: Mapping[str, int]
+    host: Mapping[str, int]
+    grads_wider: Mapping[str, int]
+    grads_host: Mapping[str, int]
 
     def us(self, kernel: fx.GraphModule, machine: Machine) -> float:
         """The µs of the region. ``kernel``: its kernel, which may have been measured."""
@@ -48,7 +54,28 @@ def needs_of(step: fx.GraphModule) -> dict[fx.Node, Needs]:
     grads = {value: homes[spec.name] for spec, value in outputs_of(step) if spec.kind == "grad" and spec.name in homes}
     bodies: dict[tuple[str, tuple[int, ...]], tuple[set[fx.Node], Cost]] = {}
     by_rows = {value: rows.nbytes for value, rows in rows_of(step).items()}
-    return {region: _needs(step, region, grads, by_rows, bodies) for region in regions(step)}
+    only_cast = cast_only(step)
+    return {region: _needs(step, region, grads, by_rows, bodies, only_cast) for region in regions(step)}
+
+
+def cast_only(step: fx.GraphModule) -> frozenset[fx.Node]:
+    """Returns the parameters that regions read through one narrowing cast and in no other way."""
+    ways: dict[fx.Node, set[str]] = defaultdict(set)
+    memo: dict[str, list[set[str]]] = {}
+    for region in regions(step):
+        key = str(region.target)
+        if key not in memo:
+            memo[key] = [_ways(inner) for inner in placeholders(kernel_of(step, region).graph)]
+        for operand, these in zip(region.args, memo[key], strict=True):
+            if isinstance(operand, fx.Node) and operand.meta.get("role") == "param":
+                ways[operand] |= these
+    return frozenset(value for value, these in ways.items() if len(these) == 1 and "" not in these)
+
+
+def _ways(operand: fx.Node) -> set[str]:
+    """How a body reads an operand: a narrowing cast by its dtype, anything else as an empty text."""
+    narrow = set(narrowing_casts(operand))
+    return {str(user.kwargs.get("dtype")) if user in narrow else "" for user in operand.users}
 
 
 def narrowing_casts(operand: fx.Node) -> list[fx.Node]:
@@ -72,6 +99,7 @@ def _needs(
     grads: Mapping[fx.Node, str],
     by_rows: Mapping[fx.Node, int],
     bodies: dict[tuple[str, tuple[int, ...]], tuple[set[fx.Node], Cost]],
+    only_cast: frozenset[fx.Node],
 ) -> Needs:
     kernel = kernel_of(step, region)
     outputs = body_outputs(kernel)
@@ -84,12 +112,17 @@ def _needs(
         bodies[key] = needed, sum(map(node_cost, operations), Cost())
     needed, cost = bodies[key]
     read, stored, wide, cast_nbytes = (defaultdict[str, int](int) for _ in range(4))
+    wider, host, grads_wider, grads_host = (defaultdict[str, int](int) for _ in range(4))
     casts: dict[str, Cost] = defaultdict(Cost)
     given = dict(zip(placeholders(kernel.graph), region.args, strict=True))
     for operand, home in param_homes(step, region).items():
         if operand in needed:
             narrow = narrowing_casts(operand)
-            read[home] += by_rows.get(given[operand], min(map(_size, (operand, *narrow))))
+            least = min(map(_size, (operand, *narrow)))
+            read[home] += by_rows.get(given[operand], least)
+            if least < _size(operand) and given[operand] not in by_rows:
+                wider[home] += _size(operand) - least
+                host[home] += _size(operand) + least if given[operand] in only_cast else 0
             for cast in narrow:
                 casts[home] += node_cost(cast) if cast in needed else Cost()
                 cast_nbytes[home] += _size(cast)
@@ -102,9 +135,12 @@ def _needs(
                 stored[home] += _size(source)
                 casts[home] += node_cost(output)
                 cast_nbytes[home] += _size(source)
+                if value not in by_rows:
+                    grads_wider[home] += _size(output) - _size(source)
+                    grads_host[home] += _size(output) + _size(source)
             else:
                 stored[home] += by_rows.get(value, value.meta["nbytes"])
-    return Needs(cost, read, stored, wide, casts, cast_nbytes)
+    return Needs(cost, read, stored, wide, casts, cast_nbytes, wider, host, grads_wider, grads_host)
 
 
 def closure(nodes: list[fx.Node]) -> set[fx.Node]:

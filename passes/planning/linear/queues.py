@@ -38,6 +38,8 @@ def take_time(
         program.takes({span[phase]: 1.0}, {"link": terms.work("d2h", phase)})
         program.takes({span[phase]: 1.0}, {"link": terms.work("h2d", phase)})
         program.takes({span[phase]: 1.0}, {"compute": terms.work("compute", phase), "link": terms.work("exposed", phase)})
+        if ("casts", phase) in terms.loads:
+            program.takes({span[phase]: 1.0}, {"host": terms.work("casts", phase)})
         if terms.on_disk:
             program.takes({span[phase]: 1.0}, {"disk": terms.work("disk_read", phase)})
     copied = {phase: program.summed(nbytes, 1 << 30) for phase, nbytes in terms.copied.items()}
@@ -56,9 +58,9 @@ def take_time(
         traffic, until = added(updates_us, shared["backward"]), {time: 1.0, span["forward"]: -1.0}
         if budgets.updates.run_ahead:
             traffic, until = added(traffic, shared["forward"]), {time: 1.0}
-            program.takes({time: 1.0}, terms.updates(), contention)
+            program.takes({time: 1.0}, _with_casts(terms, PHASES), contention)
         else:
-            program.takes({span["backward"]: 1.0}, terms.updates())
+            program.takes({span["backward"]: 1.0}, _with_casts(terms, PHASES[1:]))
         program.takes(until, {"host": (traffic, 0.0)}, contention)
         if terms.on_disk:
             read = [terms.work("disk_read", phase) for phase in (PHASES if budgets.updates.run_ahead else PHASES[1:])]
@@ -66,13 +68,21 @@ def take_time(
     first = max((region.meta["block"] for region in terms.of_phase("backward")), default=0)
     turn = terms.work("h2d", "backward", first)[0]  # what compute waits for at the start of the backward
     places = _places(terms) if places is None else sorted(places)
-    for (queue, phase), place in itertools.product(list(terms.loads), reversed(places)):  # each sum has that of the next place
+    loads = [way for way in terms.loads if way[0] != "casts"]
+    for (queue, phase), place in itertools.product(loads, reversed(places)):  # each sum has that of the next place
         terms.work(queue, phase, place + 1)
         terms.work(queue, phase, place)
     for place in places:
         _before_and_behind(problem, terms, place, turn, contention)
     if whole and budgets.updates is not None and not terms.on_disk:
         _wait_for_copies(terms, costs, _copied_once(problem, terms), places, turn, contention, budgets.updates.run_ahead)
+
+
+def _with_casts(terms: Terms, phases: Iterable[str]) -> dict[str, Work]:
+    """Returns the updates on the host, with what it casts in these phases."""
+    updates = terms.updates()
+    casts = [terms.work("casts", phase) for phase in phases if ("casts", phase) in terms.loads]
+    return updates | {"host": _sum(updates["host"], *casts)} if casts else updates
 
 
 def _before_and_behind(

@@ -20,7 +20,7 @@ from mtcompile.passes.plan import Certificate
 from mtcompile.passes.planning.ladders import Block, blocks_alike
 from mtcompile.passes.planning.linear.blocks import Choices, place_blocks
 from mtcompile.passes.planning.linear.exposed import Gap, gaps_between
-from mtcompile.passes.planning.linear.homes import HomeCost
+from mtcompile.passes.planning.linear.homes import HomeCost, place_casts
 from mtcompile.passes.planning.linear.memory import Waits, hold_memory, waiting
 from mtcompile.passes.planning.linear.needs import param_homes
 from mtcompile.passes.planning.linear.program import Counted, Infeasible, Program, gains_us
@@ -141,6 +141,7 @@ def _build(
     whole."""
     terms = terms_of(problem.step, problem.budgets.disk is not None)
     _place_homes(problem, costs, terms)
+    place_casts(problem, terms)
     choices = place_blocks(problem, blocks, terms, bounds)
     gaps = gaps_between(problem, costs, terms, choices) if bounds else []
     ends = None if bounds or terms.on_disk else _let_decide_alike(problem, blocks, costs, terms, choices)

@@ -136,7 +136,8 @@ MACHINES = (
 def varied(candidates: Candidates, rnd: random.Random) -> Plan:
     """A plan with many decisions made at random, some of them alike."""
     ahead, pooled = rnd.choice([0, 1, 2, 3]), rnd.random() < 0.5
-    plan = replace(candidates.base, lookahead=ahead, narrow=rnd.random() < 0.7, pooled=pooled)
+    wide = tuple(home for i, home in enumerate(candidates.sizes) if ahead and i % (ahead + 1))
+    plan = replace(candidates.base, lookahead=ahead, narrow=rnd.random() < 0.7, wide=wide, pooled=pooled)
     homes = rnd.choice([["device", "host"], ["device"], ["host"]])
     tiers = rnd.choice([["device", "device", "host"], ["device"], ["host"]])
     keeps = rnd.choice(["a variant", "some", "all", "nothing"])

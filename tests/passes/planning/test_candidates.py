@@ -146,7 +146,7 @@ def test_the_bound_is_never_above_a_plan_with_homes_on_disk(case: str, way: str,
 
 
 def test_near_the_floor_the_bound_counts_copies_that_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    slower = replace(SLOW, h2d_gbps=SLOW.h2d_gbps / 4, d2h_gbps=SLOW.d2h_gbps / 4)
+    slower = replace(SLOW, h2d_gbps=SLOW.h2d_gbps / 4, d2h_gbps=SLOW.d2h_gbps / 4, host_gbps=1000.0)
     problem = PlanningProblem(mixed(), slower, Budgets(updates=Updates(run_ahead=True)))
     candidates = Candidates(problem)
     lean = (candidates.evaluate(ladder[0]).plan for ladder in candidates._by_density)

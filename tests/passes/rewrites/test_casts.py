@@ -12,7 +12,10 @@ from torch import Tensor, nn
 import mtcompile
 from mtcompile.passes import rewrite
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.plan import Plan
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.plan import Plan, plan_from_json
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.proof.same_computation import SameComputationError, same_computation
 from mtcompile.passes.step_graph import convert
 from tests.helpers.decoder import adamw, batch, same, state
@@ -25,6 +28,7 @@ TIGHT = "600KiB"
 # The link is the wall, so that casts are worth the host's time; and the other way round.
 SLOW_LINK = Machine(flops=1e12, memory_gbps=100, h2d_gbps=0.05, d2h_gbps=0.05, host_gbps=20, issue_us=1)
 SLOW_HOST = replace(SLOW_LINK, h2d_gbps=20, d2h_gbps=20, host_gbps=0.05)
+BOTH_SLOW = replace(SLOW_LINK, h2d_gbps=0.3, d2h_gbps=0.3, host_gbps=0.5, issue_us=0.2)
 
 
 def compiled(machine: Machine | None = SLOW_LINK, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
@@ -109,6 +113,26 @@ class Halved(nn.Module):
             made = (x.to(torch.bfloat16) @ layer.weight.to(torch.bfloat16)).float()
             x = x + (made * layer.weight.square().sum() if self.both else made)
         return x.square().mean()
+
+
+def test_where_link_and_host_are_walls_some_weights_are_cast_at_home() -> None:
+    """With the bits of the plain run, and faster than with all of them cast there, or none."""
+    plain, x = Halved(), torch.randn(4, 64)
+    model, _ = compiled(BOTH_SLOW, Halved(), memory="100KiB")
+    wanted, found = plain(x), model(x)
+    wanted.backward()
+    found.backward()
+    assert torch.equal(wanted, found)
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+    plan = model.plan
+    assert plan.narrow and plan.wide and plan_from_json(plan.to_json()) == plan
+    for role in ("param", "grad"):
+        sizes = copied(model, role)
+        assert 2 * 64 * 64 in sizes["placed"] and 4 * 64 * 64 in sizes["home"]
+    candidates = Candidates(PlanningProblem(trace(Halved(), {"x": x}).step, BOTH_SLOW, Budgets()))
+    others = [candidates.evaluate(replace(plan, narrow=narrow, wide=())).plan.total_us for narrow in (True, False)]
+    assert candidates.evaluate(plan).plan.total_us < min(others)
 
 
 def test_what_a_region_reads_in_both_widths_crosses_whole() -> None:
