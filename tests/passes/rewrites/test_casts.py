@@ -99,6 +99,16 @@ def test_without_autocast_nothing_is_cast() -> None:
     assert not [i for i in model.schedule.instructions if i.queue == "host"]
 
 
+def assert_alike(plain: nn.Module, model: Any, x: Tensor) -> None:
+    """Losses and gradients of both are the same bits."""
+    wanted, found = plain(x), model(x)
+    wanted.backward()
+    found.backward()
+    assert torch.equal(wanted, found)
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+
+
 class Halved(nn.Module):
     """Weights are read in bf16; ``both``: and in fp32 too."""
 
@@ -119,12 +129,7 @@ def test_where_link_and_host_are_walls_some_weights_are_cast_at_home() -> None:
     """With the bits of the plain run, and faster than with all of them cast there, or none."""
     plain, x = Halved(), torch.randn(4, 64)
     model, _ = compiled(BOTH_SLOW, Halved(), memory="100KiB")
-    wanted, found = plain(x), model(x)
-    wanted.backward()
-    found.backward()
-    assert torch.equal(wanted, found)
-    pairs = zip(plain.parameters(), model.parameters(), strict=True)
-    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+    assert_alike(plain, model, x)
     plan = model.plan
     assert plan.narrow and plan.wide and plan_from_json(plan.to_json()) == plan
     for role in ("param", "grad"):
@@ -139,12 +144,7 @@ def test_what_a_region_reads_in_both_widths_crosses_whole() -> None:
     plain = Halved(both=True)
     model, _ = compiled(model=Halved(both=True), memory="120KiB")
     x = torch.randn(4, 64)
-    wanted, found = plain(x), model(x)
-    wanted.backward()
-    found.backward()
-    assert torch.equal(wanted, found)
-    pairs = zip(plain.parameters(), model.parameters(), strict=True)
-    assert all(torch.equal(p.grad, q.grad) for p, q in pairs)  # type: ignore[arg-type]
+    assert_alike(plain, model, x)
     assert 4 * 64 * 64 in copied(model, "param")["home"]
 
 
