@@ -34,3 +34,8 @@ def test_the_order_of_attentions_backends_is_settled_before_it_is_read(monkeypat
 def test_a_cpu_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_fused_sdp_choice")
     assert kernel_choices(torch.device("cpu"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a GPU that is not here")
+def test_a_gpu_that_is_not_here_can_be_traced_for() -> None:
+    assert kernel_choices(torch.device("cuda", 3))
