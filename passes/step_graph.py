@@ -327,6 +327,12 @@ def inputs_of(graph: fx.GraphModule) -> list[tuple[InputSpec, fx.Node]]:
     return list(zip(graph.meta["inputs"], placeholders(graph.graph), strict=True))
 
 
+def param_homes_by_node(step: fx.GraphModule) -> dict[str, str]:
+    """The home of each parameter that a step reads, by the name of its placeholder."""
+    homes = step.meta["homes"]
+    return {node.name: homes[spec.name] for spec, node in inputs_of(step) if spec.role == "param" and spec.name in homes}
+
+
 def fragments_of(graph: fx.GraphModule) -> dict[str, Fragment]:
     """The fragments among the inputs of a joint or step graph, by name."""
     return {spec.name: spec.fragment for spec in graph.meta["inputs"] if spec.fragment is not None}

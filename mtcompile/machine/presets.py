@@ -89,8 +89,8 @@ def _accelerator(where: torch.device) -> Machine:
 
 
 def _on_this_host(where: torch.device, preset: Machine) -> Machine:
-    """The preset, with the speed of updates on this host, in a step. It is measured once, in a second or two: of two
-    hosts with the same card, one may be twice as fast, as servers rent out parts of themselves. Ranks go by the preset: they
+    """The preset, with the speed of updates on this host, in a step. It is measured once, in a few seconds: of two hosts
+    with the same card, one may be twice as fast, as servers rent out parts of themselves. Ranks go by the preset: they
     share a host, and must plan alike."""
     if not knobs.measured() or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return preset

@@ -16,7 +16,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.evaluate import faster, identity
 from mtcompile.passes.planning.problem import Candidate
-from mtcompile.passes.step_graph import inputs_of
+from mtcompile.passes.step_graph import param_homes_by_node
 from mtcompile.runtime.schedule import PHASES, Schedule
 
 _NEARLY = 1.05  # times the fastest plan: slower ones are not tried, ...
@@ -47,16 +47,15 @@ def with_casts(
 
 def _casting(step: fx.GraphModule, schedule: Schedule) -> list[str]:
     """The homes whose weights the host casts, in the order of the step."""
-    homes = step.meta["homes"]
-    home_of = {node.name: homes[spec.name] for spec, node in inputs_of(step) if spec.role == "param" and spec.name in homes}
+    home_of = param_homes_by_node(step)
     converts = (i for i in schedule.instructions if i.work == "convert")
     return list(dict.fromkeys(home_of[name] for i in converts for name in i.reads if name in home_of))
 
 
 def _counts(everywhere: Candidate, homes: int, us: float) -> list[int]:
-    """Of how many homes the host is to cast, by the work of each queue; none where all or none of them are best, or where a
-    step would take ``us`` or longer, if it takes longer than that work by as much as ``everywhere``, whose host casts for
-    all."""
+    """Returns numbers of homes for which the host is to cast, by the work of each queue. Leaves out all and none of them, and
+    numbers with which a step would take ``us`` or longer, if it takes longer than that work by as much as ``everywhere``, whose
+    host casts for all."""
     schedule, updates = everywhere.schedule, everywhere.plan.updates
     run_ahead = updates is not None and updates.run_ahead
     busy, spared = Counter[tuple[str, str]](), Counter[tuple[str, str]]()

@@ -170,11 +170,8 @@ def _fetch_again(problem: PlanningProblem, block: Block, terms: Terms, operands:
             terms.loads["h2d", "backward"].append(Load(*read_in, {again: problem.machine.copy_us(nbytes, "h2d")}))
             terms.copied["backward"][again] += nbytes
             if (wide := as_it_is[home, positions]) > nbytes and not terms.on_disk:
-                by_host, us = terms.program.variable(), problem.machine.copy_us(wide - nbytes, "h2d")
-                terms.program.at_most({by_host: 1.0, again: -1.0})
-                terms.loads["h2d", "backward"].append(Load(*read_in, {again: us, by_host: -us}))
-                host_us = (wide + nbytes) / problem.machine.host_gbps / 1e3
-                terms.loads["casts", "backward"].append(Load(*read_in, {by_host: host_us}))
+                us = problem.machine.copy_us(wide - nbytes, "h2d"), (wide + nbytes) / problem.machine.host_gbps / 1e3
+                terms.let_host_cast(again, us, ("h2d", "backward"), ("casts", "backward"), read_in)
 
 
 def _cast_again(problem: PlanningProblem, block: Block, terms: Terms, operands: _Operands) -> None:

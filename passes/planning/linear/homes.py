@@ -11,9 +11,9 @@ from torch import fx
 from mtcompile.passes.analysis.state import updated_on_disk_nbytes
 from mtcompile.passes.lower import update_cost
 from mtcompile.passes.planning.linear.needs import needs_of
-from mtcompile.passes.planning.linear.terms import Load, Terms
+from mtcompile.passes.planning.linear.terms import Terms
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.step_graph import inputs_of
+from mtcompile.passes.step_graph import param_homes_by_node
 from mtcompile.runtime.schedule import PHASES, Queue, Schedule
 
 
@@ -77,11 +77,8 @@ def place_casts(problem: PlanningProblem, terms: Terms) -> None:
         for queue, work, wider, host in ways:
             for home, nbytes in wider.items():
                 if nbytes and home in terms.away:
-                    us = machine.copy_us(nbytes, queue)
-                    by_host = terms.program.variable()
-                    terms.program.at_most({by_host: 1.0, terms.away[home]: -1.0})
-                    terms.loads[queue, phase].append(Load(block, block, {terms.away[home]: us, by_host: -us}))
-                    terms.loads[work, phase].append(Load(block, block, {by_host: host[home] / machine.host_gbps / 1e3}))
+                    us = machine.copy_us(nbytes, queue), host[home] / machine.host_gbps / 1e3
+                    terms.let_host_cast(terms.away[home], us, (queue, phase), (work, phase), (block, block))
 
 
 def _total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -102,8 +99,7 @@ def _updates_us(step: fx.GraphModule, schedule: Schedule, queue: Queue) -> dict[
 
 def _updates(step: fx.GraphModule, schedule: Schedule, queue: Queue) -> Iterator[tuple[str, int, float]]:
     """Yields the updates on a queue: the home, the bytes of it that one changes, and the µs."""
-    homes = step.meta["homes"]
-    home_of = {node.name: homes[spec.name] for spec, node in inputs_of(step) if spec.role == "param" and spec.name in homes}
+    home_of = param_homes_by_node(step)
     for instruction in schedule.instructions:
         if instruction.work == "update" and instruction.queue == queue:
             written = [schedule.buffers[name] for name in instruction.writes]

@@ -54,11 +54,11 @@ def needs_of(step: fx.GraphModule) -> dict[fx.Node, Needs]:
     grads = {value: homes[spec.name] for spec, value in outputs_of(step) if spec.kind == "grad" and spec.name in homes}
     bodies: dict[tuple[str, tuple[int, ...]], tuple[set[fx.Node], Cost]] = {}
     by_rows = {value: rows.nbytes for value, rows in rows_of(step).items()}
-    only_cast = cast_only(step)
+    only_cast = _cast_only(step)
     return {region: _needs(step, region, grads, by_rows, bodies, only_cast) for region in regions(step)}
 
 
-def cast_only(step: fx.GraphModule) -> frozenset[fx.Node]:
+def _cast_only(step: fx.GraphModule) -> frozenset[fx.Node]:
     """Returns the parameters that regions read through one narrowing cast and in no other way."""
     ways: dict[fx.Node, set[str]] = defaultdict(set)
     memo: dict[str, list[set[str]]] = {}

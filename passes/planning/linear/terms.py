@@ -64,6 +64,17 @@ class Terms:
             asked[low, high] = self.program.summed(total), fixed + sum(load.fixed for load in loads)
         return asked[low, high]
 
+    def let_host_cast(
+        self, share: int, us: tuple[float, float], link: tuple[str, str], work: tuple[str, str], within: tuple[int, int]
+    ) -> None:
+        """Adds that the host may cast a part of the variable ``share``, for the blocks ``within``. ``us``: the µs by which what
+        it does not cast crosses longer, on ``link``, and those in which it casts, counted as ``work``; both for all of it."""
+        longer_us, host_us = us
+        by_host = self.program.variable()
+        self.program.at_most({by_host: 1.0, share: -1.0})
+        self.loads[link].append(Load(*within, {share: longer_us, by_host: -longer_us}))
+        self.loads[work].append(Load(*within, {by_host: host_us}))
+
     def updates(self, low: int = -1, high: int = 1 << 30) -> dict[str, Work]:
         """Returns the updates on the host of these blocks, with what those of parameters on disk wait longer for the disk."""
         updates = {"host": self.work("host", "backward", low, high)}
