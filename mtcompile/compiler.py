@@ -5,8 +5,8 @@
                   ──Toolchain.build──► kernels, measured ──prove──► compiled step
 
 Training runs all of it, in ``compile_step``; ``mtcompile.plan`` runs it from the joint graph to the plan. Around it are three
-loops: ``fastest_form`` tries how small the operations are cut, ``plan_for`` plans again after it has sent resident
-parameters of earlier programs home, and ``compile_step`` plans again with slower copies if host memory cannot be pinned.
+loops: ``fastest_form`` tries how small the operations are cut, and again if nothing fits beside what earlier programs keep on
+the device; ``compile_step`` plans again with slower copies if host memory cannot be pinned.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts import compare
-from mtcompile.passes.cuts.form import Form, cut_joint, in_rows
+from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, first_form, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
 from mtcompile.passes.cuts.quick import QuickCandidates
@@ -190,8 +190,7 @@ def planning_problem(
     apart: bool = True,
 ) -> PlanningProblem:
     """Returns the step graph of ``joint``, cut into regions, with the limits on its plan. ``whole``: one region per phase.
-    ``like``: the same graph at another size, whose regions are reused. ``apart``: False if frozen weights share the homes of
-    those that train, whatever the placement says."""
+    ``like``: the same graph at another size, whose regions are reused. ``apart``: False if frozen weights share homes."""
     homes = placement.input_homes(joint.graph)
     step = built_once(joint.graph, whole, like, homes if apart else replace(homes, frozen_apart=False), joint.shared)
     budgets, fixed_homes = placement.constraints(step)
@@ -214,14 +213,16 @@ def prove(joint: fx.GraphModule, built: BuiltStep, budgets: Budgets, input_homes
 
 
 def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, placement: RunnablePlacement) -> PlannedStep:
-    """Returns the plan of the fastest form of those that options allow. Raises BudgetError if none fits, and CaptureError if
-    there is nothing of what was to be cut."""
+    """Returns the plan of the fastest form that options allow. If none fits beside what earlier programs keep on the device,
+    some of it goes home. Raises BudgetError if none fits then, CaptureError if there is nothing of what was to be cut."""
     forms, options, begins = _Forms(joint, captured, target, placement), target.options, placement.fragments_begin()
     if captured.tangents and placement.needs_loss_head(joint):
         options.check_form(forms.first.form)
     compared = compare.fastest_form(forms, options.allowed(placement.may_cut_weights(), begins))
     if compared.best is None:
-        raise forms.errors[compared.refusal[0]] from None
+        if not any(placement.give_up_residents(error) for _, error in compared.refused):
+            raise forms.errors[compared.refusal[0]] from None
+        return fastest_form(joint, captured, target, placement)
     best = forms.planned[compared.best[0]]
     forms.shared.keep_only(best.problem.step, best.planned.step)
     if not fragments_of(best.joint.graph):
@@ -253,11 +254,11 @@ class _Form:
         return QuickCandidates(self.forms.problem(self.joint), _tell)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Forms:
     """See ``cuts.forms.Forms``. ``planned``, ``errors``: what came of each that was planned."""
 
-    joint: fx.GraphModule
+    captured: fx.GraphModule
     step: CapturedStep
     target: Target
     placement: RunnablePlacement
@@ -269,25 +270,24 @@ class _Forms:
 
     def rewritten(self, form: Form) -> JointStep:
         options = self.target.options
-        return rewrite_joint(self.joint, options.precision, options.fuses, form, self.step.micro, self.shared)
+        return rewrite_joint(self.captured, options.precision, options.fuses, form, self.step.micro, self.shared)
 
     def problem(self, joint: JointStep) -> PlanningProblem:
         target, apart = self.target, self.target.options.disk is None
         return planning_problem(joint, self.placement, target.machine, target.toolchain.eager.workspace, apart=apart)
 
     @property
-    def captured(self) -> fx.GraphModule:
-        return self.joint
-
-    @property
     def limits(self) -> Budgets:
         return self.first.candidates.problem.budgets
 
-    @property
+    @functools.cached_property
     def first(self) -> _Form:
         options = self.target.options
         chunks, tiles = (1 if number == "auto" else int(number) for number in (options.loss_chunks, options.tiles))
-        return self._known(Form(chunks, tiles))
+        whole, first = self._known(Form(chunks, tiles)), first_form(self.captured, options.memory)
+        if options.loss_chunks != "auto" or first == WHOLE or may_be_resident(whole.candidates.problem):
+            return whole
+        return self._known(replace(whole.form, chunks=first.chunks))
 
     def cut(self, form: Form) -> _Form | None:
         return step if (step := self._known(form)).form == form else None
@@ -312,7 +312,7 @@ class _Forms:
         if cut not in self._keep_bits:
             options, where = self.target.options, self.target.device.where
             exact = options.fragments == "exact"
-            self._keep_bits[cut] = options.fuses or has_same_bits(self.joint, cut, where, options.memory, exact)
+            self._keep_bits[cut] = options.fuses or has_same_bits(self.captured, cut, where, options.memory, exact)
         return self._keep_bits[cut]
 
     def find(self, step: _Form) -> Planned | None:
@@ -333,8 +333,7 @@ class _Forms:
 
 def plan_for(form: _Form, target: Target, placement: RunnablePlacement) -> tuple[PlanningProblem, Planned]:
     """Returns the problem and its plan: that of the same step at other sizes, if it serves as well. With kernels that fuse,
-    takes one region per phase if everything fits. If nothing fits beside parameters that earlier programs keep on the device,
-    sends these home and plans again. Raises DoesNotFit."""
+    takes one region per phase if everything fits. Raises DoesNotFit."""
     joint, options, machine, workspace = form.joint, target.options, target.machine, target.toolchain.eager.workspace
     serves_others = options.policy == FASTEST and not target.beside and options.disk is None and "cut" not in joint.graph.meta
     key, apart = structure(joint.graph), options.disk is None  # with one, frozen weights are apart if they may go there
@@ -357,7 +356,7 @@ def plan_for(form: _Form, target: Target, placement: RunnablePlacement) -> tuple
             if not apart and error.tier == "host" and problem.budgets.disk is not None:
                 placement.separate_frozen()
                 apart = True
-            elif not placement.give_up_residents(error):
+            elif not placement.shard_weights(error):
                 raise
         else:
             if serves_others and not planned.plan.all_resident:

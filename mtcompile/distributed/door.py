@@ -325,14 +325,14 @@ class RanksDoor(ModelDoor):
         asked = knobs.ranks_shard_weights()
         return True if asked is None and self._needs_parts else asked
 
-    def give_up_residents(self, error: DoesNotFit) -> bool:
-        if error.tier == "host" and not self._settled and self._wants_parts is None:
-            self._needs_parts = True
-            return True
-        return super().give_up_residents(error)
+    def shard_weights(self, error: DoesNotFit) -> bool:
+        if error.tier != "host" or self._settled or self._wants_parts is not None:
+            return False
+        self._needs_parts = True
+        return True
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
-        return dict.fromkeys(step.meta["homes"].values(), "host") | self.parameters.tiers
+        return dict.fromkeys(step.meta["homes"].values(), "host") | self.parameters.settled_tiers
 
     def refusal(self, error: DoesNotFit) -> BudgetError:
         if error.tier == "host":  # of which each rank has a part

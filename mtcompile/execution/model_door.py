@@ -17,8 +17,7 @@ from mtcompile.capture.refusals import lazy_modules_in
 from mtcompile.errors import BudgetError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
 from mtcompile.execution.door import Door
-from mtcompile.execution.memory import fragments
-from mtcompile.execution.memory.disk_room import check_frozen, limits, movable, opened_store, requests_nbytes, room_nbytes
+from mtcompile.execution.memory import disk_room, fragments
 from mtcompile.execution.memory.host_room import check_plan, checked_before_first_step
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
@@ -93,6 +92,7 @@ class ModelDoor(Door):
     # ------------------------------------------------------------------------------------------------ placement of a step
 
     def before_planning(self) -> None:
+        self.parameters.residents_may_leave = False
         if self.parameters.provisional:
             self.parameters.forget()
 
@@ -141,13 +141,14 @@ class ModelDoor(Door):
         """Adds the limits of the disk. Raises CaptureError for a parameter that went there frozen, and is to train now."""
         assert self.options.disk is not None
         if self.updates is None and _trains(step):
-            check_frozen(step, fixed)
+            disk_room.check_frozen(step, fixed)
+        nbytes, loaded = self.parameters_nbytes(), self._loaded_nbytes()
         return replace(
             budgets,
-            **limits(self.options.disk, self.parameters, self.frames, self.parameters_nbytes(), self._loaded_nbytes()),
+            **disk_room.limits(self.options.disk, self.parameters, self.frames, nbytes, loaded),
             disk_updates=self.updates is not None and is_elementwise(self.optimizer),
             update_piece=2 * PIECE if self.options.precision.split else 0,
-            disk_takes=movable(step, fixed, self._parameters(), self.parameters, self.frames, self.fragments_begin()),
+            disk_takes=disk_room.movable(step, fixed, self._parameters(), self.parameters, self.frames, self.fragments_begin()),
         )
 
     def _loaded_nbytes(self) -> int:
@@ -169,8 +170,8 @@ class ModelDoor(Door):
         return sum(self._optimizer_state(self._parameters()).values()) - held["optimizer"] - held["masters"]
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
-        blocks, tiers = fragments.parameter_homes(step), self.parameters.tiers
-        if tiers:
+        blocks, tiers = fragments.parameter_homes(step), self.parameters.settled_tiers
+        if self.parameters.slabs:
             parameters = self._parameters()
             new = {name: block for name, block in blocks.items() if name not in self.parameters.places}
             # Memory that the user has shared on the device stays there, and what is at home in its block goes there too.
@@ -188,11 +189,11 @@ class ModelDoor(Door):
         if self.options.memory is None:
             return None
         read = set(step.meta["homes"].values())
-        unread = {block: s for block, s in self.parameters.slabs.items() if s.tier == "device" and block not in read}
+        settled = self.parameters.settled_tiers  # what may leave, does so if the program does not read it
+        unread = {block: self.parameters.slabs[block] for block in settled if settled[block] == "device" and block not in read}
         self._beside = self.frames.nbytes() + sum(slab.memory.numel() for slab in unread.values())
-        for name, place in self.parameters.places.items():
-            if place.block in unread:
-                self._beside += state.get(name, 0) + (placed(place.parameter.nbytes) if place.parameter.requires_grad else 0)
+        beside = [(name, place.parameter) for name, place in self.parameters.places.items() if place.block in unread]
+        self._beside += sum(state.get(name, 0) + (placed(p.nbytes) if p.requires_grad else 0) for name, p in beside)
         return self.options.memory - self._beside
 
     def needs_loss_head(self, joint: fx.GraphModule) -> bool:
@@ -203,7 +204,7 @@ class ModelDoor(Door):
 
     def fragments_begin(self) -> int:
         disk, parameters = self.options.disk, self.parameters
-        return super().fragments_begin() if disk is None else requests_nbytes(parameters, self.parameters_nbytes())
+        return super().fragments_begin() if disk is None else disk_room.requests_nbytes(parameters, self.parameters_nbytes())
 
     def separate_frozen(self) -> None:
         if not self.frames.waiting():  # these read what is at home
@@ -211,21 +212,20 @@ class ModelDoor(Door):
 
     def give_up_residents(self, error: DoesNotFit) -> bool:
         waits = self.frames.waiting() and (self.device.where.type != "cpu" or self.frames.hold)
-        if error.tier != "device" or not self.parameters.has_residents or waits:
+        if error.tier != "device" or not self.parameters.has_residents or self.parameters.residents_may_leave or waits:
             return False
         if self.device.where.type != "cpu" and (self.frames.in_backward or self.parameters.held_elsewhere("device")):
             return False  # autograd expects gradients where parameters were, and a holder would not see them move
-        self.parameters.send_home()
+        self.parameters.residents_may_leave = True
         return True
 
     def send_residents_home(self) -> None:
         if self.device.where.type == "cpu" and self.parameters.has_residents:  # autograd expects gradients where they were
             self.parameters.send_home()
-            self.parameters.adopt({}, {}, {})
 
     def refusal(self, error: DoesNotFit) -> BudgetError:
         if error.tier == "disk" and self.options.disk is not None:
-            free = room_nbytes(self.options.disk, self.parameters, self.frames, self._loaded_nbytes())
+            free = disk_room.room_nbytes(self.options.disk, self.parameters, self.frames, self._loaded_nbytes())
             return disk_error(error, self.options.disk.folder, self.options.disk.nbytes, free)
         if error.tier == "device":
             refused = budget_error(error, "memory", self.options.memory or 0, self._beside, self.options)
@@ -254,7 +254,7 @@ class ModelDoor(Door):
         """Makes sure that there is room on disk, and on the host for updates of what is there, before anything moves."""
         budgets, where = self.constraints(step)[0], self.options.disk
         assert where is not None
-        store = opened_store(where, self.parameters, self.parameters_nbytes(), planned)
+        store = disk_room.opened_store(where, self.parameters, self.parameters_nbytes(), planned)
         if self.disk is None:
             self.disk = DiskState(store, weakly(self._wrote_on_disk), knobs.disk_verified)
             if self.updates is not None:
@@ -338,7 +338,7 @@ class ModelDoor(Door):
         return {"weights": nbytes.pop("weights"), "masters": 0 if self.masters is None else self.masters.nbytes(), **nbytes}
 
     def on_disk_nbytes(self) -> int:
-        return self.parameters.held_on_disk_nbytes() + (0 if self.disk is None else self.disk.nbytes)
+        return disk_room.held_nbytes(self.parameters) + (0 if self.disk is None else self.disk.nbytes)
 
     def disk_staging_nbytes(self) -> int:
         return sum(each.staging_nbytes for each in (self.parameters.disk, self.disk) if each is not None)

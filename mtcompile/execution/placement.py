@@ -50,8 +50,12 @@ class RunnablePlacement(Placement, Protocol):
         """Takes frozen parameters that lie with others that train out of their homes: they may have homes of their own now."""
         return
 
+    def shard_weights(self, error: DoesNotFit) -> bool:
+        """Gives each host a part of the weights, if that may help. Tells whether it did so now."""
+        return False
+
     def give_up_residents(self, error: DoesNotFit) -> bool:
-        """Sends resident parameters home if that may make planning succeed. Tells whether it sent any."""
+        """Lets plans decide anew which parameters stay on the device, if that may help. Tells whether it did so now."""
         return False
 
     def expect(self, problem: PlanningProblem) -> None:

@@ -17,7 +17,6 @@ from mtcompile.forecast.request import (
     budgets_of,
     exactly_in_form,
     fastest,
-    first_form,
     in_form,
     sized_in_rows,
     sized_step,
@@ -25,7 +24,7 @@ from mtcompile.forecast.request import (
 from mtcompile.models.decoders import SHAPES
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.compare import fastest_form
-from mtcompile.passes.cuts.form import Form
+from mtcompile.passes.cuts.form import Form, first_form
 from mtcompile.passes.cuts.fragments.cut import Cut
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, no_progress
 
@@ -84,7 +83,7 @@ def _within_limits(request: ForecastRequest, forms: StepForms) -> StepForms:
             problem = sized.candidates.problem
             sized.candidates.problem = replace(problem, budgets=budgets_of(request, sized))
             sized.candidates.progress = request.progress
-    form = first_form(request, forms.first.captured, compared=True)
+    form = first_form(forms.first.captured, request.budgets.device)
     first = forms.by_form.get(form) or in_form(request, forms.first, form)
     forms.by_form[first.joint.form] = first
     return replace(forms, first=first)

@@ -7,7 +7,6 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import ceil, log2
 from typing import Any
 
 import torch
@@ -31,13 +30,11 @@ from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
-from mtcompile.passes.cuts.bounds import SMALL
-from mtcompile.passes.cuts.form import AUTO, WHOLE, Allowed, Form, in_rows
+from mtcompile.passes.cuts.form import Allowed, Form, first_chunks, first_form, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, homes_between
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.batch.joining import Micro
 from mtcompile.passes.joint.build import InputHomes
-from mtcompile.passes.joint.loss_head import logits_nbytes
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import homes_of_rows
@@ -47,7 +44,6 @@ from mtcompile.runtime.disk.store import piece_nbytes, staging_nbytes
 from mtcompile.torch_private import building_on_meta, building_without_memory, without_memory
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-_LARGE_HEAD = 0.02  # a loss head is cut if its logits take more than this share of the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +147,10 @@ def sized_step(
     the step of other forms will be planned too, so that a small one is whole."""
     request.progress("capturing the step", 0, 0)
     captured, data = _captured(request, batch // request.accumulate, seq)
-    form = like.joint.form if like else first_form(request, captured, compared)
+    device = request.budgets.device
+    form = first_form(captured, device) if compared else Form(first_chunks(captured, device))
+    form = like.joint.form if like else form
     return _in_form(request, captured, (tokens_of(data) * request.accumulate, (batch, seq)), form, like)
-
-
-def first_form(request: ForecastRequest, captured: fx.GraphModule, compared: bool) -> Form:
-    """Returns the form in which a captured step is planned first; for ``compared`` see ``sized_step``."""
-    whole = compared and len(captured.graph.nodes) <= SMALL
-    return WHOLE if whole else Form(_chunks(captured, request.budgets.device))
 
 
 def in_form(request: ForecastRequest, sized: SizedStep, form: Form) -> SizedStep:
@@ -380,14 +372,6 @@ def takes_sizes(model: Any) -> bool:
         return False
     taken = inspect.signature(model).parameters.values()
     return sum(p.default is p.empty and p.kind <= p.POSITIONAL_OR_KEYWORD for p in taken) == 2
-
-
-def _chunks(joint: fx.GraphModule, device: int | None) -> int:
-    """Returns the number of chunks of the loss head: one, unless its logits would take a large part of the device."""
-    nbytes = logits_nbytes(joint)
-    if device is None or nbytes < device * _LARGE_HEAD:
-        return 1
-    return int(min(AUTO[-1], 2 ** ceil(log2(nbytes / max(1.0, device * _LARGE_HEAD)))))
 
 
 def tokens_of(data: Mapping[str, Any]) -> int:

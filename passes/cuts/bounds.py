@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import inf
 
 from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.cuts.form import SMALL
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.step_graph import kernel_of, regions
 
-SMALL = 3000  # operations of a step whose other forms are made in about a second each
 PROMISE = 0.998  # of the best form's bound: others that promise less are not searched
 _HALVINGS = 12  # between nothing and what a form's floor needs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil, log2
 
 from torch import fx
 
@@ -13,10 +14,12 @@ from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights, cuts_of
 from mtcompile.passes.cuts.rows.check import check_rows
 from mtcompile.passes.cuts.rows.take import take_rows
 from mtcompile.passes.cuts.tiles.rewrite import tile_tokens, tiles_contract
-from mtcompile.passes.joint.loss_head import chunk_loss
+from mtcompile.passes.joint.loss_head import chunk_loss, logits_nbytes
 from mtcompile.passes.step_graph import copy_step
 
 AUTO = (1, 4, 16, 64)  # chunks, and tiles, that "auto" chooses among
+SMALL = 3000  # operations of a step whose other forms are made in about a second each
+_LARGE_HEAD = 0.02  # of the device: a loss head whose logits take more is planned in chunks first
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,20 @@ class Form:
 
 
 WHOLE = Form()
+
+
+def first_form(joint: fx.GraphModule, device: int | None) -> Form:
+    """Returns the form in which a joint graph is planned first, for so many bytes of the device: whole, if it is so small that
+    others are made soon."""
+    return WHOLE if len(joint.graph.nodes) <= SMALL else Form(first_chunks(joint, device))
+
+
+def first_chunks(joint: fx.GraphModule, device: int | None) -> int:
+    """Returns the number of chunks of the loss head to begin with: one, unless its logits take a large part of the device."""
+    nbytes = logits_nbytes(joint)
+    if device is None or nbytes < device * _LARGE_HEAD:
+        return 1
+    return int(min(AUTO[-1], 2 ** ceil(log2(nbytes / max(1.0, device * _LARGE_HEAD)))))
 
 
 @dataclass(frozen=True, slots=True)

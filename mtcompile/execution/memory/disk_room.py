@@ -35,6 +35,13 @@ def room_nbytes(disk: DiskBudget, parameters: ParameterStore, frames: LiveFrames
     return min(disk.nbytes - loaded, taken + free_nbytes(disk.folder)) - moved - frames.disk_nbytes()
 
 
+def held_nbytes(parameters: ParameterStore) -> int:
+    """Returns the bytes of the parameters that are on disk now."""
+    if (disk := parameters.disk) is None:
+        return 0
+    return sum(place.parameter.nbytes for place in parameters.places.values() if disk.place_of(place.pointer) is not None)
+
+
 def limits(disk: DiskBudget, parameters: ParameterStore, frames: LiveFrames, model_nbytes: int, loaded: int) -> dict[str, Any]:
     """Returns the fields of budgets that the disk and the environment decide, for a model of that size. ``loaded``: see
     ``room_nbytes``."""

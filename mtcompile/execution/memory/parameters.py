@@ -64,7 +64,7 @@ class ParameterStore:
     ``moved``: called with a parameter that has moved to another device, so that its state can follow. ``to_disk``: the same of
     disk. ``replaced``: called with a parameter whose ``.data`` was replaced, and with its new values. ``version``: counts
     decisions that invalidate earlier plans. ``provisional``: True while the homes are those of a model that no program has been
-    planned for.
+    planned for. ``residents_may_leave``: True while the next plan decides anew which blocks on the device stay there.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ParameterStore:
         self.places: dict[str, ParameterPlace] = {}
         self.slabs: dict[str, Slab] = {}  # by block
         self.version = 0
-        self.provisional = False
+        self.provisional = self.residents_may_leave = False
         self.disk: DiskStore | None = None
         self.direct: DirectReader | None = None  # what reads the disk straight to the device
         self.direct_works: bool | None = None  # None: not tried
@@ -92,6 +92,11 @@ class ParameterStore:
     def tiers(self) -> dict[str, str]:
         """The home tier of each block."""
         return {block: slab.tier for block, slab in self.slabs.items()}
+
+    @property
+    def settled_tiers(self) -> dict[str, str]:
+        """The home tier of each block that is not the next plan's to decide."""
+        return {block: tier for block, tier in self.tiers.items() if tier != "device" or not self.residents_may_leave}
 
     def blocks(self) -> dict[str, str]:
         """Returns parameter -> home block."""
@@ -114,13 +119,6 @@ class ParameterStore:
                 total += sum(each.nbytes for each in held if isinstance(each, torch.Tensor) and each.device.type == "cpu")
         return total
 
-    def held_on_disk_nbytes(self) -> int:
-        """Returns the bytes of the parameters that are on disk now."""
-        if self.disk is None:
-            return 0
-        at_home = (place.parameter for place in self.places.values() if self.disk.place_of(place.pointer) is not None)
-        return sum(parameter.nbytes for parameter in at_home)
-
     def pin_ahead(
         self, blocks: Mapping[str, str], parameters: Mapping[str, torch.nn.Parameter], device_nbytes: int | None, most: int
     ) -> None:
@@ -130,6 +128,7 @@ class ParameterStore:
 
     def adopt(self, blocks: Mapping[str, str], tiers: Mapping[str, str], parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Moves every named parameter without a home into its block's slab, and every slab to its tier."""
+        self._let_leave(tiers)
         for wanted, names in self._without_home(blocks, parameters).items():
             # A block that already has a slab gets another one, on the host: the first program did not plan for it.
             block, tier = (wanted, tiers[wanted]) if wanted not in self.slabs else (f"{wanted}+{len(self.slabs)}", "host")
@@ -150,6 +149,13 @@ class ParameterStore:
             if slab.tier == "host" and tiers.get(block) == "disk":
                 self._send_to_disk(block, slab)
         self._arrange()
+
+    def _let_leave(self, tiers: Mapping[str, str]) -> None:
+        """Decides that the blocks on the device that may leave it do so, but for those that ``tiers`` has there."""
+        for block in self.slabs.keys() - self.settled_tiers.keys():
+            if tiers.get(block) != "device":
+                self.slabs[block].tier, self.version = "host", self.version + 1
+        self.residents_may_leave = False
 
     def may_go_to_disk(self, block: str, passing: Iterable[torch.Tensor]) -> bool:
         """Tells whether a block at home on the host may move: whether all of it is there, and nobody else sees its memory.
@@ -222,10 +228,9 @@ class ParameterStore:
         self.version += 1
 
     def send_home(self) -> None:
-        """Decides that every slab on the device belongs on the host; the next ``adopt`` moves them."""
-        for slab in self.slabs.values():
-            slab.tier = "host" if slab.tier == "device" else slab.tier
-        self.version += 1
+        """Moves every slab on the device to the host."""
+        self.residents_may_leave = True
+        self.adopt({}, {}, {})
 
     def _arrange(self) -> None:
         for block, slab in self.slabs.items():

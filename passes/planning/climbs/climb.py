@@ -1,37 +1,26 @@
-"""Climbs: plans are improved by moves, each another decision about equal homes or equal blocks, as long as they get faster.
-
-Of equal ones only the first and the last are tried: which of them changes matters by its place in the step, and a model of many
-blocks has few moves.
-"""
+"""Climbs: plans are improved by moves (see ``moves.py``) as long as they get faster."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mtcompile.passes.analysis.state import held_nbytes
-from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.climbs.kicks import MOST_AHEAD, WHY, Move, differ, kicks
-from mtcompile.passes.planning.climbs.limits import Limits, limits_between, limits_in_between, parts_of
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.climbs.kicks import Move, differ, kicks
+from mtcompile.passes.planning.climbs.limits import Limits, apart, limits_between, limits_in_between, parts_of
+from mtcompile.passes.planning.climbs.moves import moves
 from mtcompile.passes.planning.climbs.polish import Polish, is_worth_polishing, polish_of
 from mtcompile.passes.planning.climbs.room import Fill, Room, filling, rooms
-from mtcompile.passes.planning.climbs.waits import loads_late, waits, waits_together
 from mtcompile.passes.planning.frontier import Point
-from mtcompile.passes.planning.ladders import (
-    Block,
-    activation_decision,
-    blocks_alike,
-    kept_positions,
-    variant_decision,
-)
+from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.seeds import Within
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.planning.variants import Variant
 from mtcompile.passes.step_graph import regions
 
 _STARTS, _MOVES = (1.0, 0.9, 0.8), (60, 40, 40)  # of a limit: where climbs to it start; plans that they evaluate at first
@@ -168,10 +157,19 @@ class Climbs:
             self.plans[limits] = self._polished(limits)
         return self.plans[limits]
 
+    @functools.cached_property
+    def _polished_limits(self) -> list[int]:
+        """The limits whose plans are polished themselves: polishing takes long, and little changes from one to the next."""
+        return apart(self.limits, lambda limit: self.bound(limit, None))
+
     def _polished(self, limits: Limits) -> Plan:
         plan, bound_us = self._climbed(limits.device), self.bound(*limits)
-        if self.ways.polish is None or not is_worth_polishing(plan, bound_us):
+        if self.ways.polish is None or limits.device in self._following or not is_worth_polishing(plan, bound_us):
             return plan
+        if (lower := self._polished_limits[bisect_right(self._polished_limits, limits.device) - 1]) < limits.device:
+            climb = Climb(limits, self.ways, self.evaluate, min(plan, self._plan(lower), key=lambda each: each.total_us))
+            climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
+            return climb.best
         place = bisect_left(self.limits, limits.device)
         starts = plan, *map(self._climbed, self.limits[max(0, place - 1) : place])  # the next limit below may lead farther
         climb = Climb(limits, self.ways, self.evaluate, min(starts, key=lambda each: each.total_us))
@@ -304,97 +302,3 @@ def _repeated(kind: Move, number: int, plan: Plan, times: int) -> Plan | None:
             return None
         plan = moved
     return plan
-
-
-def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list[Move]:
-    """Returns the moves of a step. ``sizes``: bytes of the homes whose tier is open; ``host``: whether activations may go
-    home."""
-    by_size: dict[int, list[str]] = {}
-    for home, nbytes in sizes.items():
-        by_size.setdefault(nbytes, []).append(home)
-    homes = [_of_homes(each, sizes) for each in by_size.values()]
-    loads = [loads_late(blocks)] if host else []
-    of_blocks = [_of_blocks(each, host, host and differ(blocks)) for each in blocks_alike(blocks)]
-    if differ(blocks):  # so that those of single blocks, which are many, do not come before all others
-        return [waits_together(sizes), *loads, _ahead, *homes, *of_blocks, waits(by_size, sizes)]
-    return [*homes, _ahead, *of_blocks, waits(by_size, sizes), *loads]
-
-
-def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
-    """Exchanges equal homes between the device and the host, moves one, and lets one stay from the forward to the backward."""
-
-    def set_to(plan: Plan, kind: Any, tiers: Mapping[str, Choice]) -> Plan:
-        return plan.with_decisions([Decision(kind, home, choice, sizes[home], WHY) for home, choice in tiers.items()])
-
-    def neighbours(plan: Plan) -> Iterator[Plan]:
-        tiers = plan.tiers(homes)
-        here = [home for home, tier in zip(homes, tiers, strict=True) if tier == "device"]
-        away = [home for home, tier in zip(homes, tiers, strict=True) if tier == "host"]
-        for one, other in dict.fromkeys(((here[-1], away[0]), (here[0], away[-1]))) if here and away else ():
-            yield set_to(plan, "params", {one: "host", other: "device"})
-        for home in dict.fromkeys((*away[:1], *away[-1:])):
-            yield set_to(plan, "params", {home: "device"})
-        fetches = plan.choices("fetch", away)
-        staying = [home for home, fetch in zip(away, fetches, strict=True) if fetch == "keep"]
-        again = [home for home, fetch in zip(away, fetches, strict=True) if fetch != "keep"]
-        if staying and again and homes.index(staying[0]) < homes.index(again[-1]):
-            yield set_to(plan, "fetch", {staying[0]: "again", again[-1]: "keep"})
-        for home in again[-1:]:
-            yield set_to(plan, "fetch", {home: "keep"})
-        for home in staying[:1]:
-            yield set_to(plan, "fetch", {home: "again"})
-        for home in here[-1:]:
-            yield set_to(plan, "params", {home: "host"})
-
-    return neighbours
-
-
-def _ahead(plan: Plan) -> Iterator[Plan]:
-    """Fetches more or fewer regions ahead, and from the allocator or into slots."""
-    for ahead in (plan.lookahead + 1, plan.lookahead - 1):
-        if 0 <= ahead <= MOST_AHEAD:
-            yield replace(plan, lookahead=ahead)
-    yield replace(plan, pooled=not plan.pooled)
-
-
-def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
-    """Keeps more of what the last of equal blocks saves, or less of the first; sends values home or keeps them. ``at_once``:
-    also keeps more at home: where blocks differ, a few moves cannot bring there what all of them keep."""
-
-    def neighbours(plan: Plan) -> Iterator[Plan]:
-        saved_now = {block.index: kept_positions(plan, block) for block in blocks}
-        last = _last(blocks, lambda b: len(saved_now[b.index]) < len(b.saved))
-        several = [block for block in dict.fromkeys((last, blocks[0])) if block is not None]
-        for block in several:
-            for variant in block.variants:
-                if variant.positions != saved_now[block.index]:
-                    yield _keeping(plan, block, variant, "device")
-        for groups in (
-            [(b, [b.saved[i] for i in saved_now[b.index]]) for b in blocks],
-            [(b, [*b.crossing, *b.others]) for b in blocks],
-        ):
-            at_home = [values for _, values in groups if any(plan.activation(v.name) == "host" for v in values)]
-            here = [values for _, values in groups if any(plan.activation(v.name) == "device" for v in values)]
-            for values in at_home[-1:]:
-                yield _placed(plan, values, "device")
-            for values in here[:1] if host else ():
-                yield _placed(plan, values, "host")
-        for block in several if at_once else ():
-            for variant in block.variants:
-                if variant.positions:
-                    yield _keeping(plan, block, variant, "host")
-
-    return neighbours
-
-
-def _keeping(plan: Plan, block: Block, variant: Variant, choice: Choice) -> Plan:
-    varied = plan.with_decision(variant_decision(block.name, block.saved, variant, WHY))
-    return _placed(varied, [block.saved[i] for i in variant.positions], choice)
-
-
-def _last(blocks: Sequence[Block], wanted: Callable[[Block], bool]) -> Block | None:
-    return next((block for block in reversed(blocks) if wanted(block)), None)
-
-
-def _placed(plan: Plan, values: Sequence[Any], choice: Choice) -> Plan:
-    return plan.with_decisions([activation_decision(value, choice, WHY) for value in values])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil, inf, log
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ _FINER = 4  # times as many shares for small steps, whose homes may be as large 
 _NEAR_FLOOR = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2)  # of the lowest peak: where little room makes plans much faster
 _APART, _PARTS = 0.01, 4  # between two limits: how far apart others are at least, as a share, and how many parts they make
 _STEEP, _EVEN, _MOST_PARTS = 1.06, 1.015, 8  # times the bound at the next limit: where others are between, how near; at most
+_FALLS, _GROWS = 0.97, 1.35  # times the bound, and the limit, from one of those that are apart to the next
 
 
 class Limits(NamedTuple):
@@ -57,3 +58,13 @@ def parts_of(low_us: float, high_us: float) -> int:
     if high_us <= 0 or low_us == inf or low_us <= _STEEP * high_us:
         return 1
     return min(_MOST_PARTS, ceil(log(low_us / high_us) / log(_EVEN)))
+
+
+def apart(limits: Sequence[int], bound: Callable[[int], float]) -> list[int]:
+    """Returns those of the rising ``limits`` that differ: each has much more memory than the one before, or a bound that is
+    some percent lower. Which they are does not depend on higher ones."""
+    chosen, low, low_us = list[int](), 0, inf
+    for limit in limits:
+        if (us := bound(limit)) <= _FALLS * low_us or limit >= _GROWS * low:
+            chosen, low, low_us = [*chosen, limit], limit, us
+    return chosen
