@@ -32,6 +32,7 @@ _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where f
 _FASTER = 0.999  # times the plan taken: less is not worth a climb
 _SLOWER, _IN_A_ROW = 1.02, 2  # times the plan taken: after so many slower plans in a row, lower limits gain nothing
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
+_MUCH = 0.985  # times what a climb to a lower limit ends at: then a plan is polished anew
 _GAIN = 1.5  # times what the bound falls by: what climbs to limits in between may gain
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
 
@@ -157,17 +158,12 @@ class Climbs:
             self.plans[limits] = self._polished(limits)
         return self.plans[limits]
 
-    @functools.cached_property
-    def _polished_limits(self) -> list[int]:
-        """The limits whose plans are polished themselves: polishing takes long, and little changes from one to the next."""
-        return apart(self.limits, lambda limit: self.bound(limit, None))
-
     def _polished(self, limits: Limits) -> Plan:
         plan, bound_us = self._climbed(limits.device), self.bound(*limits)
-        if self.ways.polish is None or limits.device in self._following or not is_worth_polishing(plan, bound_us):
+        if self.ways.polish is None or not is_worth_polishing(plan, bound_us):
             return plan
-        if (lower := self._polished_limits[bisect_right(self._polished_limits, limits.device) - 1]) < limits.device:
-            climb = Climb(limits, self.ways, self.evaluate, min(plan, self._plan(lower), key=lambda each: each.total_us))
+        if (serving := self._polished_for(limits.device)) != limits.device:
+            climb = Climb(limits, self.ways, self.evaluate, min(plan, self._plan(serving), key=lambda each: each.total_us))
             climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
             return climb.best
         place = bisect_left(self.limits, limits.device)
@@ -175,6 +171,24 @@ class Climbs:
         climb = Climb(limits, self.ways, self.evaluate, min(starts, key=lambda each: each.total_us))
         self.ways.polish(climb, bound_us)
         return climb.best
+
+    def _polished_for(self, device: int) -> int:
+        """Returns the limit whose polished plan serves one, too: the next lower one that is apart from others, or to which
+        climbs gain much. Polishing takes long, and often little changes from one limit to the next."""
+        place = bisect_right(self.limits, device)
+        if device in self._following:
+            lower = self.limits[place - 1]
+            return device if self._climbed(device).total_us <= _MUCH * self._plan(lower).total_us else lower
+        first = max(i for i, limit in enumerate(self.limits[:place]) if limit in self._apart)
+        serving = self.limits[first]
+        for limit in self.limits[first + 1 : place]:
+            if self._climbed(limit).total_us <= _MUCH * self._climbed(serving).total_us:
+                serving = limit
+        return serving
+
+    @functools.cached_property
+    def _apart(self) -> set[int]:
+        return {*apart(self.limits, lambda limit: self.bound(limit, None))}
 
     def _from_next_lower(self, limits: Limits, below: int) -> Plan:
         """Climbs from the plan of a limit a little ``below``, which is never faster; from the polished one only where that

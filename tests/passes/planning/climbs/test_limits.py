@@ -15,7 +15,7 @@ from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.climbs import climb as climb_module
 from mtcompile.passes.planning.climbs.climb import Climbs
-from mtcompile.passes.planning.climbs.limits import limits_in_between, parts_of
+from mtcompile.passes.planning.climbs.limits import apart, limits_in_between, parts_of
 from mtcompile.passes.planning.problem import PlanningProblem
 from tests.passes.planning.drawn_plans import MACHINES, WAYS, crossing
 
@@ -118,3 +118,13 @@ def limits_asked(
     best = climbs.best(None, Plan(step_time_us=150.0), lambda plan: [plan])
     assert best.total_us == min(times[limit] for limit in asked)
     return list(asked)
+
+
+def test_limits_that_are_apart_differ_in_memory_or_in_their_bound_and_do_not_depend_on_higher_ones() -> None:
+    bounds = {100: inf, 101: 50.0, 102: 49.5, 103: 48.0, 130: 48.0, 140: 48.0, 150: 47.9, 190: 47.8}
+    limits = list(bounds)
+    assert apart(limits, bounds.__getitem__) == [100, 101, 103, 140, 190]
+    assert all(
+        apart(limits[:count], bounds.__getitem__) == [each for each in (100, 101, 103, 140, 190) if each in limits[:count]]
+        for count in range(len(limits))
+    )
