@@ -92,7 +92,6 @@ class ModelDoor(Door):
     # ------------------------------------------------------------------------------------------------ placement of a step
 
     def before_planning(self) -> None:
-        self.parameters.residents_may_leave = False
         if self.parameters.provisional:
             self.parameters.forget()
 

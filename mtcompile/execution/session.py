@@ -198,6 +198,7 @@ class Session:
                 refuse(not_compiled(error, doing, place_of(captured.description.graph.graph.nodes)), error)
             finally:
                 self.parameters.ahead.end()
+                self.parameters.residents_may_leave = False
         dump(compiled)
         return compiled
 

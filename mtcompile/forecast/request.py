@@ -148,8 +148,8 @@ def sized_step(
     request.progress("capturing the step", 0, 0)
     captured, data = _captured(request, batch // request.accumulate, seq)
     device = request.budgets.device
-    form = first_form(captured, device) if compared else Form(first_chunks(captured, device))
-    form = like.joint.form if like else form
+    first = first_form(captured, device) if compared else Form(first_chunks(captured, device))
+    form = like.joint.form if like else first
     return _in_form(request, captured, (tokens_of(data) * request.accumulate, (batch, seq)), form, like)
 
 

@@ -64,7 +64,7 @@ class ParameterStore:
     ``moved``: called with a parameter that has moved to another device, so that its state can follow. ``to_disk``: the same of
     disk. ``replaced``: called with a parameter whose ``.data`` was replaced, and with its new values. ``version``: counts
     decisions that invalidate earlier plans. ``provisional``: True while the homes are those of a model that no program has been
-    planned for. ``residents_may_leave``: True while the next plan decides anew which blocks on the device stay there.
+    planned for. ``residents_may_leave``: True while a plan is made that decides anew which blocks on the device stay there.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ParameterStore:
 
     @property
     def settled_tiers(self) -> dict[str, str]:
-        """The home tier of each block that is not the next plan's to decide."""
+        """The home tier of each block that is not a plan's to decide."""
         return {block: tier for block, tier in self.tiers.items() if tier != "device" or not self.residents_may_leave}
 
     def blocks(self) -> dict[str, str]:

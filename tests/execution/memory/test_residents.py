@@ -93,7 +93,7 @@ def test_a_step_that_fits_in_no_way_leaves_them_where_they_are() -> None:
     before, version = residents(model), model._mt_model.session.parameters.version
     with pytest.raises(mtcompile.BudgetError):
         loss_of_step(training, 2048)
-    assert before and residents(model) == before
+    assert before and residents(model) == before and not model._mt_model.session.parameters.residents_may_leave
     loss_of_step(training, 128)
     assert model._mt_model.session.parameters.version == version  # the first program still holds
 
