@@ -169,19 +169,18 @@ class ModelDoor(Door):
         return sum(self._optimizer_state(self._parameters()).values()) - held["optimizer"] - held["masters"]
 
     def _fixed_homes(self, step: fx.GraphModule) -> Mapping[str, str]:
-        blocks, tiers = fragments.parameter_homes(step), self.parameters.settled_tiers
+        blocks, off_device = fragments.parameter_homes(step), fragments.homes_off_device(step)
+        parameters, settled = self._parameters(), self.parameters.settled_tiers
         if self.parameters.slabs:
-            parameters = self._parameters()
             new = {name: block for name, block in blocks.items() if name not in self.parameters.places}
             # Memory that the user has shared on the device stays there, and what is at home in its block goes there too.
             there = [name for name in new if name in parameters and parameters[name].device.type != "cpu"]
             shared = {new[name] for name in there if parameters[name].device == self.device.where}
-            return {**{block: "device" if block in shared else "host" for block in new.values()}, **tiers}
+            return {**off_device, **{block: "device" if block in shared else "host" for block in new.values()}, **settled}
         if self.masters is not None and not self.masters.may_be_on(self.device.where, self.optimizer):
             return dict.fromkeys(blocks.values(), "host")
         # Memory that other tensors share stays where they see it.
-        parameters, fixed = self._parameters(), fragments.homes_off_device(step)
-        return fixed | {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
+        return off_device | {blocks[name]: "host" for name in blocks if name in parameters and shares_storage(parameters[name])}
 
     def _available_nbytes(self, step: fx.GraphModule, state: Mapping[str, int]) -> int | None:
         """Returns the device budget, less waiting forwards and resident parameters that this program does not read."""

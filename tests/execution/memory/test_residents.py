@@ -106,3 +106,16 @@ def test_a_large_step_is_planned_in_chunks_first_unless_its_state_fits(
         training = model, _ = compiled(memory, "auto")
         loss_of_step(training, 128)
         assert (" chunks" in str(model.plan)) == in_chunks
+
+
+def test_of_those_that_may_leave_an_embedding_of_which_a_plan_takes_rows_does() -> None:
+    training = model, _ = compiled("1GiB", 1)
+    loss_of_step(training, 128)
+    session = model._mt_model.session
+    step = session.last.problem.step
+    homes = step.meta["homes"]
+    assert residents(model) == {*homes.values()}
+    step.meta["rows"] = {"embed.weight": None}
+    session.parameters.residents_may_leave = True
+    _, fixed = session.door.constraints(step)
+    assert fixed == {homes["embed.weight"]: "host"}
