@@ -190,7 +190,7 @@ def planning_problem(
     apart: bool = True,
 ) -> PlanningProblem:
     """Returns the step graph of ``joint``, cut into regions, with the limits on its plan. ``whole``: one region per phase.
-    ``like``: the same graph at another size, whose regions are reused. ``apart``: False if frozen weights share homes."""
+    ``like``: the same at another size, whose regions are reused. ``apart``: False if frozen weights share homes with others."""
     homes = placement.input_homes(joint.graph)
     step = built_once(joint.graph, whole, like, homes if apart else replace(homes, frozen_apart=False), joint.shared)
     budgets, fixed_homes = placement.constraints(step)

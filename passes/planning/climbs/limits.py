@@ -66,5 +66,6 @@ def apart(limits: Sequence[int], bound: Callable[[int], float]) -> list[int]:
     chosen, low, low_us = list[int](), 0, inf
     for limit in limits:
         if (us := bound(limit)) <= _FALLS * low_us or limit >= _GROWS * low:
-            chosen, low, low_us = [*chosen, limit], limit, us
+            chosen.append(limit)
+            low, low_us = limit, us
     return chosen

@@ -25,8 +25,10 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(_WORDS, _WIDTH), nn.Linear(_WIDTH, _WORDS, bias=False)
-        made = (nn.Sequential(nn.Linear(_WIDTH, 2 * _WIDTH), nn.GELU(), nn.Linear(2 * _WIDTH, _WIDTH)) for _ in range(_BLOCKS))
-        self.blocks = nn.ModuleList(made)
+        layers = (
+            nn.Sequential(nn.Linear(_WIDTH, 2 * _WIDTH), nn.GELU(), nn.Linear(2 * _WIDTH, _WIDTH)) for _ in range(_BLOCKS)
+        )
+        self.blocks = nn.ModuleList(layers)
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.embed(words)
@@ -78,12 +80,12 @@ def test_another_length_keeps_them_on_the_device_where_a_finer_form_fits_beside_
 
 def test_a_longer_step_sends_home_only_those_it_has_no_room_for_and_bits_stay_equal() -> None:
     training, wanted = compiled("3000KB", 16), compiled("1GiB", 16)
-    model, kept = training[0], []
+    model, on_device = training[0], []
     for length in (128, 224, 128):
         assert torch.equal(loss_of_step(training, length), loss_of_step(wanted, length))
-        kept.append(residents(model))
+        on_device.append(residents(model))
         assert model.memory_report()["peak_device_bytes"] <= 3000 * 1000
-    assert kept[0] > kept[1] > set() and kept[2] == kept[1]
+    assert on_device[0] > on_device[1] > set() and on_device[2] == on_device[1]
     assert all(map(torch.equal, model.parameters(), wanted[0].parameters()))
 
 
@@ -98,9 +100,7 @@ def test_a_step_that_fits_in_no_way_leaves_them_where_they_are() -> None:
     assert model._mt_model.session.parameters.version == version  # the first program still holds
 
 
-def test_a_large_step_is_planned_in_chunks_first_unless_its_state_fits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_large_step_is_planned_in_chunks_first_unless_its_state_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtcompile.passes.cuts.form.SMALL", 10)
     for memory, in_chunks in (("3800KB", True), ("1GiB", False)):
         training = model, _ = compiled(memory, "auto")
