@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ from mtcompile.passes.planning.linear.seeds import Rounding, Within, seed_ladder
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, Store, no_progress
-from mtcompile.passes.planning.search import refine, unseen_neighbours
+from mtcompile.passes.planning.search import refine, spread, unseen_neighbours
 from mtcompile.passes.rewrites.casts import may_cast
 from mtcompile.passes.step_graph import kernel_of, regions
 from mtcompile.runtime.schedule import Schedule
@@ -236,7 +236,8 @@ class Candidates:
 
     def of_policy(self, policy: str, budgets: Budgets) -> Candidate:
         """Returns a fixed policy's plan with its figures, fit or not; without waiting gradients if that fits better."""
-        candidate = self._with_casts(self._paced(POLICIES[policy](self.problem.step, self.base, self.open_params)), budgets)
+        candidate = self._paced(POLICIES[policy](self.problem.step, self.base, self.open_params))
+        candidate = with_casts(self.problem.step, candidate, (), self._paced, budgets) if self._casts else candidate
         if fits(candidate.plan, budgets) or (less := impatient(candidate.plan)) is None:
             return candidate
         return min((candidate, self.evaluate(less)), key=lambda one: missing_nbytes(one.plan, budgets))
@@ -250,16 +251,20 @@ class Candidates:
         """Returns the best plan for these budgets, at an evaluated point or between two. Raises DoesNotFit and _Stale."""
         budgets = problem.budgets
         points = self._points_for(budgets)
-        chosen = [choose(points, within, lambda plan: self._paced(plan).plan, budgets) for within in frontiers(self._points)]
-        point = min(chosen, key=lambda one: (one.time_us, one.peak))
-        candidate = self._with_less_on_host(self._improvement(self._again(point), budgets), budgets)
+        candidate, others = self._uncast(points, budgets)
+        if self._casts:
+            candidate = with_casts(self.problem.step, candidate, others, self._paced, budgets, partial(self._within, budgets))
+        candidate = self._with_less_on_host(candidate, budgets)
         minimum = min(candidate.plan.peak_bytes["device"], *(point.peak for point in points if fits_host(point, budgets)))
         return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host, candidate.plan.total_us))
 
-    def _improvement(self, candidate: Candidate, budgets: Budgets) -> Candidate:
-        """Returns the fastest of the plan and of climbs that fit, with casts on the host if these make it faster."""
+    def _uncast(self, points: list[Point], budgets: Budgets) -> tuple[Candidate, Sequence[Plan]]:
+        """Returns the fastest of ``points``, of plans between two of them, and of climbs, before the host casts anything; and
+        all climbs' plans that fit. Raises _Stale."""
+        chosen = [choose(points, within, lambda plan: self._paced(plan).plan, budgets) for within in frontiers(self._points)]
+        candidate = self._again(min(chosen, key=lambda one: (one.time_us, one.peak)))
         if (climbs := self._climbs()) is None:
-            return self._with_casts(candidate, budgets)
+            return candidate, ()
         improved: list[Plan] = []
 
         def fitting(plan: Plan) -> list[Plan]:
@@ -271,7 +276,13 @@ class Candidates:
         plan = climbs.best(budgets.device, candidate.plan, fitting, budgets.host)
         if budgets.host is not None:  # none of these is faster than what needs more of the host: that may fit
             plan = self._climbs_on_hosts(climbs).best(budgets.device, budgets.host, plan)
-        return self._with_casts(candidate if plan is candidate.plan else self.evaluate(plan), budgets, improved)
+        return candidate if plan is candidate.plan else self.evaluate(plan), improved
+
+    def _within(self, budgets: Budgets, host: int | None) -> Candidate | None:
+        """Returns the plan before the host casts anything, with other bytes of the ``host``; None if there is none."""
+        with contextlib.suppress(DoesNotFit):
+            return self._uncast(self._points_for(within := replace(budgets, host=host)), within)[0]
+        return None
 
     @property
     def _variants(self) -> list[Point]:
@@ -292,10 +303,6 @@ class Candidates:
         """Plans with their figures that need little of the host, with as many homes on the device as it has room for."""
         starts = lean_starts(self.base, self._by_density)
         return leanest_within(device, starts, self.open_params, lambda plan: self.evaluate(plan).plan)
-
-    def _with_casts(self, candidate: Candidate, budgets: Budgets, others: Sequence[Plan] = ()) -> Candidate:
-        """Returns the candidate, or a faster plan whose host casts, where it may."""
-        return with_casts(self.problem.step, candidate, others, self._paced, budgets) if self._casts else candidate
 
     def _again(self, point: Point) -> Candidate:
         """Returns the point with its schedule. Raises _Stale."""
@@ -342,11 +349,8 @@ class Candidates:
         for ladder in self._by_density:  # before ``_floor`` asks for figures alone: pacing also needs the schedules
             self._paced(ladder[0])
         per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(regions(self.problem.step))), MOST_POINTS)
-        points, sampled, remaining = [Point(resident, (resident,), 0)], [], self._most_varied
-        for ladder in self.ladders:
-            last, count = len(ladder) - 1, min(len(ladder), per_ladder)
-            positions = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
-            sampled += [(ladder, position) for position in positions]
+        points, remaining = [Point(resident, (resident,), 0)], self._most_varied
+        sampled = [(ladder, position) for ladder in self.ladders for position in spread(len(ladder), per_ladder)]
         for done, (ladder, position) in enumerate(sampled):
             self.progress("planning", done, len(sampled) + remaining)
             points.append(Point(self._paced(ladder[position]).plan, ladder, position))

@@ -22,6 +22,12 @@ _FEW = 4  # homes that are exchanged in pairs, and saved values of a block of wh
 _WHY = "found by local search"
 
 
+def spread(count: int, most: int) -> list[int]:
+    """Returns positions from the first to the last of so many, evenly spaced: all, or ``most`` of them."""
+    some = min(count, most)
+    return sorted({round(i * (count - 1) / max(1, some - 1)) for i in range(some)})
+
+
 def refine(points: list[Point], most: int, evaluate: Callable[[Plan], Plan], progress: Progress) -> None:
     """Adds plans to ``points``, each between two of a ladder where most seems to be gained, at most ``most`` of them."""
     for done in range(most):

@@ -20,6 +20,7 @@ from mtcompile.passes.step_graph import param_homes_by_node
 from mtcompile.runtime.schedule import PHASES, Schedule
 
 _NEARLY = 1.05  # times the fastest plan: slower ones are not tried, ...
+_SAVED = 1.2  # ... those of less of the host not if they are as many times slower than with casts, ...
 _MAYBE = 1.03  # ... nor shares of the homes that are expected to take longer
 _GRID = 16  # shares of the homes that are compared by the work of queues
 _BESIDE = 2  # of these, on both sides of the best one, that are evaluated too
@@ -31,17 +32,31 @@ def with_casts(
     others: Iterable[Plan],
     evaluate: Callable[[Plan], Candidate],
     budgets: Budgets,
+    uncast: Callable[[int | None], Candidate | None] = lambda host: None,
 ) -> Candidate:
     """Returns the candidate, or it or one of ``others`` that are nearly as fast with casts on the host, if that is faster and
-    within the budgets."""
-    near = {identity(plan): plan for plan in (candidate.plan, *others) if plan.total_us <= _NEARLY * candidate.plan.total_us}
-    for plan in near.values():
-        everywhere = evaluate(replace(plan, narrow=True, wide=()))
-        candidate = faster(candidate, everywhere, budgets)
-        homes = _casting(step, everywhere.schedule)
-        for count in _counts(everywhere, len(homes), _MAYBE * candidate.plan.total_us):
-            some = replace(plan, narrow=True, wide=_spread(homes, len(homes) - count))
-            candidate = faster(candidate, evaluate(some), budgets)
+    within the budgets. Where the budget of the host costs time, so that those of less are tried as well: more of it is not
+    slower then. ``uncast``: gives the candidate within some bytes of the host; None if there is none."""
+    cast, limit = candidate, _NEARLY * candidate.plan.total_us
+    for plan in {identity(plan): plan for plan in (candidate.plan, *others) if plan.total_us <= limit}.values():
+        cast = _with_casts_of(step, plan, cast, evaluate, budgets)
+    if budgets.host is None or (free := uncast(None)) is None or free.plan.total_us >= candidate.plan.total_us:
+        return cast
+    while (less := uncast(candidate.plan.peak_bytes["host"] - 1)) and less.plan.total_us <= _SAVED * cast.plan.total_us:
+        candidate, cast = less, _with_casts_of(step, less.plan, cast, evaluate, budgets)
+    return cast
+
+
+def _with_casts_of(
+    step: fx.GraphModule, plan: Plan, candidate: Candidate, evaluate: Callable[[Plan], Candidate], budgets: Budgets
+) -> Candidate:
+    """Returns the candidate, or a plan with casts on the host if that is faster and within the budgets."""
+    everywhere = evaluate(replace(plan, narrow=True, wide=()))
+    candidate = faster(candidate, everywhere, budgets)
+    homes = _casting(step, everywhere.schedule)
+    for count in _counts(everywhere, len(homes), _MAYBE * candidate.plan.total_us):
+        some = replace(plan, narrow=True, wide=_spread(homes, len(homes) - count))
+        candidate = faster(candidate, evaluate(some), budgets)
     return candidate
 
 

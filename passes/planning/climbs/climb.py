@@ -33,6 +33,7 @@ _FASTER = 0.999  # times the plan taken: less is not worth a climb
 _SLOWER, _IN_A_ROW = 1.02, 2  # times the plan taken: after so many slower plans in a row, lower limits gain nothing
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
 _MUCH = 0.985  # times what a climb to a lower limit ends at: then a plan is polished anew
+_FALLS = 0.985  # times the bound of a lower limit: then moves from its plan may not lead far enough
 _GAIN = 1.5  # times what the bound falls by: what climbs to limits in between may gain
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
 
@@ -192,11 +193,13 @@ class Climbs:
 
     def _from_next_lower(self, limits: Limits, below: int) -> Plan:
         """Climbs from the plan of a limit a little ``below``, which is never faster; from the polished one only where that
-        limit follows none, as moves lead less far from there."""
+        limit follows none, as moves lead less far from there. From seeds, too, where the bound falls from the last limit below
+        that follows none: few moves do not lead as far."""
         start = self._climbed(below) if below in self._following else self._plan(below)
         climb = Climb(limits, self.ways, self.evaluate, start)
         climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
-        return self._seeded(climb).best
+        falls = self.bound(*limits) <= _FALLS * self.bound(self.limits[bisect_right(self.limits, limits.device) - 1], None)
+        return (self._seeded(climb) if falls else climb).best
 
     def _climbed(self, limit: int) -> Plan:
         if limit not in self._unpolished:
@@ -205,9 +208,9 @@ class Climbs:
         return self._unpolished[limit]
 
     def _from_frontier(self, limits: Limits) -> Plan:
-        below = (max(self.limits[0], int(limits.device * share)) for share in _STARTS)
-        climbs = [Climb(limits, self.ways, self.evaluate, self.reached(low)) for low in below]
-        for climb, most in zip(climbs, _MOVES, strict=True):
+        starts = [self.reached(max(self.limits[0], int(limits.device * share))) for share in _STARTS]
+        climbs = [Climb(limits, self.ways, self.evaluate, start) for start in {id(start): start for start in starts}.values()]
+        for climb, most in zip(climbs, _MOVES, strict=False):
             climb.go_on(self.ways.kinds, most * self.ways.patience)
         best = self._seeded(min(climbs, key=lambda climb: climb.best.total_us))
         many = _MANY if self.ways.differ else 1

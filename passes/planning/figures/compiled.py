@@ -9,31 +9,30 @@ import ctypes
 import functools
 import warnings
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from operator import and_
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.rows import ROW_COPY_US
 from mtcompile.passes.plan import Plan, Updates
-from mtcompile.passes.planning.figures.summary import Leaving, Operand, Summary, Value
+from mtcompile.passes.planning.figures.layout import Layout, Tables
+from mtcompile.passes.planning.figures.summary import Summary
 from mtcompile.passes.planning.figures.times import Measures
 from mtcompile.passes.planning.pace import Arriving
 from mtcompile.runtime.schedule import ALIGNMENT
 
-_VERSION = 8  # of the interface of c/
+_VERSION = 9  # of the interface of c/
 _QUEUES = "compute", "h2d", "d2h", "host", "disk_read"
 _BITS = {  # of what is decided about a home
     **{("params", "device"): 1, ("params", "disk"): 2, ("fetch", "keep"): 4},
     **{("return", "late"): 8, ("gradients", "early"): 16},
 }
 _KINDS = "params", "fetch", "return", "gradients"
-_OF_WEIGHTS = 1 | 2 | 4
 _NO_UPDATES = Updates()
-_PER_VALUE, _PER_LEAVING = 7, 11  # numbers
-_MOST_CHOICES = 16  # of plans, that are remembered
+_MOST_CHOICES = 256  # of plans, that are remembered
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -95,48 +94,24 @@ def library() -> ctypes.CDLL | None:
     return c_library
 
 
-class CompiledStep:
-    """A summary as C reads it."""
+class CompiledSteps:
+    """Summaries of one step as C reads them, and what plans decide about it."""
 
-    def __init__(self, c_library: ctypes.CDLL, summary: Summary, machine: Machine) -> None:
-        self._library, self._machine = c_library, machine
+    def __init__(self, c_library: ctypes.CDLL, machine: Machine) -> None:
+        self.library, self.machine, self.layout = c_library, machine, Layout()
         self._choices: dict[object, tuple[array[int], array[int]]] = {}  # by the token of decisions: plans differ in a few
-        self._numbers: dict[str, int] = {}  # of activations
-        self._homes: dict[str, int] = {}
-        self._places = {operand: place for place, operand in enumerate(summary.operands)}
-        self._arrays: list[array[int] | array[float]] = []  # that the step points into
+        self._numbered: tuple[int, ...] = ()
         self._costs: dict[tuple[float, float, bool], _Costs] = {}
-        self._step = self._laid_out(summary)
-        of_weights = {operand.home for operand in summary.operands if operand.weights}
-        self._masks = [-1 if home in of_weights else ~_OF_WEIGHTS for home in self._homes]
-        self._leaving = [entry.name for region in summary.regions for entry in region.leaving]
 
-    def measures(self, plan: Plan) -> Measures:
-        """Works out the measures of a plan. Raises MemoryError."""
-        updates, names = plan.updates, self._leaving
-        homes, at_host = self._known_or_decided(plan)
-        ranks = {} if updates is None else {name: rank for rank, name in enumerate(updates.order)}
-        rank = array("q", [ranks.get(name, len(ranks)) for name in names] if ranks else bytes(8 * len(names)))
-        there, us = array("d", bytes(8 * len(names))), array("d", bytes(8 * len(names)))
-        due, first = array("q", bytes(8 * len(names))), array("q", bytes(8 * len(names)))
-        when = (False, False, 2, False) if updates is None else (True, updates.patient, updates.sets, bool(updates.run_ahead))
-        decided = homes, at_host, rank
-        ahead = plan.lookahead, plan.disk_lookahead, plan.disk_direct
-        choices = _Choices(*ahead, plan.pooled, *when, *map(_address, decided))
-        result = _Result(**{name: _address(of) for name, of in (("there", there), ("us", us), ("due", due), ("name", first))})
-        if self._library.mt_figures(self._step, self._costs_of(updates or _NO_UPDATES), choices, result):
-            raise MemoryError("expected memory for the figures of a plan, found none; close other programs")
-        count = result.arriving
+    def step(self, summary: Summary) -> CompiledStep:
+        """Lays out a summary."""
+        tables = self.layout.tables(summary)
+        if (numbered := self.layout.numbered()) != self._numbered:  # choices say nothing of what had no number
+            self._numbered, self._choices = numbered, {}
+        counts = len(summary.regions), len(summary.operands), numbered[0], summary.first_backward, summary.tangents
+        return CompiledStep(self, _Step(*counts, *map(_address, tables.arrays)), tables)
 
-        def arriving() -> Arriving:
-            rows = zip(there[:count], due[:count], us[:count], first[:count], strict=True)
-            return [(moment, before, takes, names[number] or "-") for moment, before, takes, number in rows]
-
-        drives = (result.read[0], result.written[0]), (result.read[1], result.written[1])
-        spans = result.alone, result.backward, result.period
-        return Measures(result.arenas, result.most, *spans, tuple(result.copied), drives, arriving)
-
-    def _known_or_decided(self, plan: Plan) -> tuple[array[int], array[int]]:
+    def choices(self, plan: Plan) -> tuple[array[int], array[int]]:
         """Returns what ``_decided`` does, from the choices of a plan that this one was made of, if these are known."""
         token, known = plan.decisions.token, self._choices
         if token not in known:
@@ -152,32 +127,32 @@ class CompiledStep:
         """Returns what ``_decided`` does. ``choices``: of a plan that differs in what is ``changed``, by kind and subject."""
         homes, at_host = array("B", choices[0]), array("B", choices[1])
         for kind, subject in changed:
-            if kind in _KINDS and (number := self._homes.get(subject)) is not None:
+            if kind in _KINDS and (number := self.layout.homes.get(subject)) is not None:
                 bits = (_BITS.get((each, choice), 0) for each in _KINDS for choice in plan.choices(each, (subject,)))
-                homes[number] = sum(bits) & self._masks[number]
+                homes[number] = sum(bits) & self.layout.masks[number]
             elif subject == "*":
                 return self._decided(plan)
-            elif (number := self._numbers.get(subject)) is not None:
+            elif (number := self.layout.activations.get(subject)) is not None:
                 at_host[number] = (plan.activation(subject) == "host") * (1 + plan.loads_late(subject))
         return homes, at_host
 
     def _decided(self, plan: Plan) -> tuple[array[int], array[int]]:
         """Returns what a plan decides about each home, and by name of an activation, whether it waits on the host: 2 if it
         comes back late."""
-        homes = [0] * len(self._homes)
+        homes = [0] * len(self.layout.homes)
         for kind in _KINDS:
-            for number, choice in enumerate(plan.choices(kind, self._homes)):
+            for number, choice in enumerate(plan.choices(kind, self.layout.homes)):
                 homes[number] |= _BITS.get((kind, choice), 0)
         otherwise = plan.activation("*") == "host"
-        choices = plan.choices("activation", self._numbers)
-        late = [choice == "late" for choice in plan.choices("load", self._numbers)]
+        choices = plan.choices("activation", self.layout.activations)
+        late = [choice == "late" for choice in plan.choices("load", self.layout.activations)]
         at_host = [(otherwise if c is None else c == "host") * (1 + waits) for c, waits in zip(choices, late, strict=True)]
-        return array("B", map(and_, homes, self._masks)), array("B", at_host)
+        return array("B", map(and_, homes, self.layout.masks)), array("B", at_host)
 
-    def _costs_of(self, updates: Updates) -> _Costs:
+    def costs(self, updates: Updates) -> _Costs:
         key = updates.state_copies, updates.workspace_copies, updates.checked
         if key not in self._costs:
-            machine, count = self._machine, len(_QUEUES)
+            machine, count = self.machine, len(_QUEUES)
             gbps = machine.h2d_gbps, machine.h2d_gbps, machine.d2h_gbps, machine.h2d_gbps, machine.disk_read_gbps
             passes = 3 + updates.checked + 2 * updates.state_copies
             self._costs[key] = _Costs(
@@ -189,58 +164,38 @@ class CompiledStep:
             )
         return self._costs[key]
 
-    # ------------------------------------------------------------------------------------------------------- laying out
 
-    def _laid_out(self, summary: Summary) -> _Step:
-        regions, us, reads, readers = list[int](), list[float](), list[int](), list[int]()
-        values, leaving, operands = list[int](), list[int](), list[int]()
-        for region in summary.regions:
-            first_value = len(values) // _PER_VALUE
-            place = first_value + len(region.activations)
-            regions += region.phase, region.workspace, len(reads), first_value, place, len(leaving) // _PER_LEAVING
-            us.append(region.us)
-            reads += [self._places[operand] for operand in region.reads]
-            groups: dict[object, int] = {}
-            for number, value in enumerate(region.activations):
-                group = groups.setdefault((value.readers, value.returned), first_value + number)
-                values += self._value(value, readers, group, self._numbers.setdefault(value.name, len(self._numbers)))
-            for value in region.others:
-                values += self._value(value, readers, -1, -1)
-            for entry in region.leaving:
-                leaving += self._entry(entry, readers)
-        regions += 0, 0, len(reads), len(values) // _PER_VALUE, len(values) // _PER_VALUE, len(leaving) // _PER_LEAVING
-        roles: dict[str, int] = {}
-        for operand in summary.operands:
-            operands += self._operand(operand, roles)
-        tables = self._table(regions), self._table(us, "d"), *map(self._table, (reads, readers, operands, values, leaving))
-        counts = len(summary.regions), len(summary.operands), len(self._homes), summary.first_backward, summary.tangents
-        return _Step(*counts, *tables)
+class CompiledStep(NamedTuple):
+    """A summary as C reads it."""
 
-    def _value(self, value: Value, readers: list[int], group: int, name: int) -> Sequence[int]:
-        first = len(readers)
-        readers += value.readers
-        return value.nbytes, value.slot, first, len(value.readers), value.returned, group, name
+    steps: CompiledSteps
+    step: _Step
+    tables: Tables  # that the step points into
 
-    def _entry(self, entry: Leaving, readers: list[int]) -> Sequence[int]:
-        assert entry.of is not None
-        first = len(readers)
-        readers += entry.readers
-        about = self._home(entry.home), self._places[entry.of], entry.updates
-        return entry.nbytes, entry.slot, *entry.at_home(), first, len(entry.readers), *about, entry.crossing, entry.whole
+    def measures(self, plan: Plan) -> Measures:
+        """Works out the measures of a plan. Raises MemoryError."""
+        updates, names = plan.updates, self.tables.leaving
+        homes, at_host = self.steps.choices(plan)
+        ranks = {} if updates is None else {name: rank for rank, name in enumerate(updates.order)}
+        rank = array("q", [ranks.get(name, len(ranks)) for name in names] if ranks else bytes(8 * len(names)))
+        there, us = array("d", bytes(8 * len(names))), array("d", bytes(8 * len(names)))
+        due, first = array("q", bytes(8 * len(names))), array("q", bytes(8 * len(names)))
+        when = (False, False, 2, False) if updates is None else (True, updates.patient, updates.sets, bool(updates.run_ahead))
+        decided = homes, at_host, rank
+        ahead = plan.lookahead, plan.disk_lookahead, plan.disk_direct
+        choices = _Choices(*ahead, plan.pooled, *when, *map(_address, decided))
+        result = _Result(**{name: _address(of) for name, of in (("there", there), ("us", us), ("due", due), ("name", first))})
+        if self.steps.library.mt_figures(self.step, self.steps.costs(updates or _NO_UPDATES), choices, result):
+            raise MemoryError("expected memory for the figures of a plan, found none; close other programs")
+        count = result.arriving
 
-    def _operand(self, operand: Operand, roles: dict[str, int]) -> Sequence[int]:
-        rows = (-1, 0) if operand.rows is None else (operand.rows.count, operand.rows.nbytes)
-        role = roles.setdefault(operand.role, len(roles))
-        about = self._home(operand.home), role, operand.tier == "device", operand.weights
-        return operand.nbytes, operand.read_slot, *operand.there(), *about, *rows, operand.fragment
+        def arriving() -> Arriving:
+            rows = zip(there[:count], due[:count], us[:count], first[:count], strict=True)
+            return [(moment, before, takes, names[number] or "-") for moment, before, takes, number in rows]
 
-    def _home(self, name: str) -> int:
-        return self._homes.setdefault(name, len(self._homes))
-
-    def _table(self, numbers: Iterable[float], kind: str = "q") -> int:
-        table: array[int] | array[float] = array(kind, numbers)
-        self._arrays.append(table)
-        return _address(table)
+        drives = (result.read[0], result.written[0]), (result.read[1], result.written[1])
+        spans = result.alone, result.backward, result.period
+        return Measures(result.arenas, result.most, *spans, tuple(result.copied), drives, arriving)
 
 
 def _address(numbers: array[int] | array[float]) -> int:

@@ -11,7 +11,7 @@ from torch import fx
 from mtcompile.passes.analysis.state import Traffic, persistent_of, trained_nbytes, update_figures
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.evaluate import identity
-from mtcompile.passes.planning.figures.compiled import CompiledStep, library
+from mtcompile.passes.planning.figures.compiled import CompiledStep, CompiledSteps, library
 from mtcompile.passes.planning.figures.moves import ON_DEVICE, ON_HOST
 from mtcompile.passes.planning.figures.sketch import Sketches
 from mtcompile.passes.planning.figures.summary import Outline, Summary, Unsupported, outline_of, summary_of
@@ -49,8 +49,9 @@ class Evaluator:
         step, updates = problem.step, problem.budgets.updates
         self.able = not (step.meta.get("sliced") or ranks_of(step) != 1)
         self.able = self.able and not (updates is not None and updates.held)
-        self._library = library() if compiled else None
         self._summaries: dict[object, tuple[Summary, CompiledStep | None]] = {} if known is None else known._summaries
+        c_library = library() if compiled else None
+        self._compiled = None if c_library is None else CompiledSteps(c_library, problem.machine)
         self._last: tuple[Plan, tuple[Figures, Measures]] | None = None  # the plan evaluated last
 
     @cached_property
@@ -91,8 +92,7 @@ class Evaluator:
             if len(self._summaries) >= _MOST_SUMMARIES:
                 del self._summaries[next(iter(self._summaries))]
             summary = summary_of(sketch, outline, self.problem.machine, self.problem.workspace)
-            compiled = None if self._library is None else CompiledStep(self._library, summary, self.problem.machine)
-            self._summaries[key] = summary, compiled
+            self._summaries[key] = summary, None if self._compiled is None else self._compiled.step(summary)
         return self._summaries[key]
 
     def _evaluated(self, plan: Plan) -> tuple[Figures, Measures]:

@@ -6,72 +6,26 @@ to keep. Most plans of a search differ from others in a few blocks, so nearly al
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.figures.drawn import Again, Drawn, Placed, Trimmed, all_placed
 from mtcompile.passes.rewrites.recompute import Forwards, Fusion, fusion, kept_of, recompute, repeat_forward
-from mtcompile.passes.rewrites.trim import trim, trimmed
+from mtcompile.passes.rewrites.trim import trim
 from mtcompile.passes.step_graph import kernel_of, outputs_of, regions, results
 
 
-class Again:
-    """Stands for a value that a region makes again for later ones."""
-
-    __slots__ = ("meta",)
-
-    def __init__(self, value: fx.Node) -> None:
-        self.meta = value.meta
-
-
-@dataclass(slots=True, eq=False)
-class Drawn:
-    """A region: its kernel, what it reads, and the values that it makes. ``renamed``: these have other names than in the step,
-    so that no decision is about them. Sketches share regions that are alike. ``memo``: what is known of it."""
-
-    phase: str
-    kernel: fx.GraphModule
-    reads: Sequence[Any]
-    makes: Sequence[Any]
-    renamed: bool = False
-    memo: dict[Any, Any] = field(default_factory=dict)
-    read_once: frozenset[Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.read_once = frozenset(self.reads)
-
-    def reading(self, reads: Sequence[Any]) -> Drawn:
-        """Returns the region with other operands."""
-        key = "reading", *map(id, reads)
-        if key not in self.memo:
-            self.memo[key] = Drawn(self.phase, self.kernel, reads, self.makes, self.renamed), reads  # these keep their ids
-        drawn: Drawn = self.memo[key][0]
-        return drawn
-
-    def trimmed(self, draft: fx.GraphModule, positions: tuple[int, ...]) -> Drawn | None:
-        """Returns what is left of the region if it makes no more than the values at ``positions``; None if nothing is left."""
-        key = "trimmed", positions
-        if key not in self.memo:
-            self.memo[key] = drawn = None
-            if (less := trimmed(draft, self.kernel, positions)) is not None:
-                makes = [self.makes[position] for position in positions]
-                drawn = Drawn(self.phase, less[0], [self.reads[position] for position in less[1]], makes, self.renamed)
-            self.memo[key] = drawn
-        left: Drawn | None = self.memo[key]
-        return left
-
-
 class Sketch(NamedTuple):
-    """The ``regions`` of a step in order. ``graph``: whose inputs and outputs they read and make."""
+    """The ``regions`` of a step in order. ``graph``: whose inputs and outputs they read and make; ``readers``: of values, the
+    positions of regions; until the next sketch is made."""
 
     graph: fx.GraphModule
-    regions: Sequence[Drawn]
+    regions: Sequence[Placed]
+    readers: Mapping[Any, tuple[int, ...]]
 
 
 class Sketches:
@@ -83,7 +37,7 @@ class Sketches:
             Drawn(region.meta["phase"], kernel_of(draft, region), region.args, results(region)) for region in self.order
         ]
         self._forward = [region for region in self.order if region.meta["phase"] == "forward"]
-        self._outputs = {value for _, value in outputs_of(draft)}
+        self._trimmed = Trimmed(draft, {value for _, value in outputs_of(draft)})
         self._complete = all(int(v.args[1]) == i for region in self._whole for i, v in enumerate(region.makes))
         self._kept: dict[tuple[fx.Node, object], tuple[frozenset[fx.Node], fx.Node | None]] = {}
         self._fusions: dict[tuple[fx.Node, tuple[object, ...]], tuple[Drawn, Fusion, dict[fx.Node, Again]]] = {}
@@ -91,7 +45,9 @@ class Sketches:
     def of(self, plan: Plan) -> Sketch:
         """Returns the sketch of the step as a plan recomputes it."""
         drawn = self._fused(plan) if self._complete and not _repeats(plan) else None
-        return self._rewritten(plan) if drawn is None else Sketch(self.draft, self._trimmed(drawn))
+        if drawn is None:
+            return self._rewritten(plan)
+        return Sketch(self.draft, self._trimmed.update(drawn), self._trimmed.readers)
 
     def _rewritten(self, plan: Plan) -> Sketch:
         """Sketches what the rewrites make of the step."""
@@ -99,7 +55,7 @@ class Sketches:
         for transform in (recompute, repeat_forward, trim):
             draft = transform(draft, plan)
         drawn = [Drawn(r.meta["phase"], kernel_of(draft, r), r.args, results(r)) for r in regions(draft)]
-        return Sketch(draft, drawn)
+        return Sketch(draft, *all_placed(drawn))
 
     def _fused(self, plan: Plan) -> list[Drawn] | None:
         """Returns the regions with what they make again; None if one of those that do reads what another one makes again."""
@@ -132,20 +88,6 @@ class Sketches:
                     new = [again[item] if value is item else value for value in reads]
                     drawn[self.order[user]] = drawn[self.order[user]].reading(new)
         return drawn
-
-    def _trimmed(self, drawn: Sequence[Drawn]) -> list[Drawn]:
-        """Returns the regions without what nothing reads."""
-        readers: Counter[Any] = Counter(chain(self._outputs, *[region.read_once for region in drawn]))
-        left: list[Drawn] = []
-        for region in reversed(drawn):
-            used = [position for position, value in enumerate(region.makes) if readers.get(value)]
-            less = region.trimmed(self.draft, tuple(used))
-            if less is None or len(less.reads) != len(region.reads):
-                for value in region.read_once.difference(() if less is None else less.reads):
-                    readers[value] -= 1
-            if less is not None:
-                left.append(less)
-        return left[::-1]
 
 
 def _repeats(plan: Plan) -> bool:

@@ -15,7 +15,8 @@ from torch import fx
 from mtcompile.passes.analysis.cost import Machine, kernel_us
 from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.lower import Workspace
-from mtcompile.passes.planning.figures.sketch import Drawn, Sketch
+from mtcompile.passes.planning.figures.drawn import Drawn, Placed
+from mtcompile.passes.planning.figures.sketch import Sketch
 from mtcompile.passes.step_graph import InputSpec, inputs_of, is_region, outputs_of
 from mtcompile.runtime.schedule import PHASES, aligned, placed
 
@@ -95,7 +96,7 @@ class Leaving(Size):
 @dataclass(slots=True, eq=False)
 class Region:
     """A region: ``us`` it takes, bytes of ``workspace``, ``reads`` of inputs, and what it makes: ``activations``, ``others``
-    and what is ``leaving``, in the order of the outputs."""
+    and what is ``leaving``, in the order of the outputs. ``memo``: what is known of it."""
 
     phase: int
     us: float
@@ -104,6 +105,7 @@ class Region:
     activations: list[Value]
     others: list[Value]
     leaving: list[Leaving]
+    memo: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,15 +123,15 @@ class Summary:
 class Outline:
     """The inputs and outputs of a step. ``inputs``: with what operands of one summary share. ``leaving``: values -> their place
     among the outputs, home and input, and whether they update it. ``returned``: values that the caller receives. ``tangents``:
-    bytes of these. ``operands``: of all summaries, by what is alike and the inputs; ``reading``: those of inputs, by what reads
-    them."""
+    bytes of these. ``operands``: of all summaries, by what is alike and the inputs; ``reading``: those of inputs, and each of
+    them once, by what reads them."""
 
     inputs: Mapping[fx.Node, _About]
     leaving: Mapping[fx.Node, tuple[int, str, fx.Node, bool]]
     returned: frozenset[fx.Node]
     tangents: int
     operands: dict[tuple[object, ...], Operand] = field(default_factory=dict)
-    reading: dict[object, dict[fx.Node, Operand]] = field(default_factory=dict)
+    reading: dict[object, tuple[dict[fx.Node, Operand], list[Operand]]] = field(default_factory=dict)
 
 
 class _About(NamedTuple):
@@ -158,12 +160,13 @@ class _Made(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """The inputs and the other values that a region reads, each once, and its results that stay in the step, or leave it."""
+    """The inputs that a region reads, each once, its results that stay in the step, or leave it, and the parameters of which
+    these are gradients that update them."""
 
     inputs: Sequence[fx.Node]
-    others: Sequence[Any]
     stays: Sequence[_Made]
     leaves: Sequence[_Made]
+    updated: tuple[fx.Node, ...]
 
 
 def outline_of(draft: fx.GraphModule) -> Outline:
@@ -205,103 +208,93 @@ def _inputs(draft: fx.GraphModule, inputs: Sequence[tuple[InputSpec, fx.Node]]) 
 
 
 def summary_of(sketch: Sketch, outline: Outline, machine: Machine, workspace: Workspace) -> Summary:
-    """Summarises a step that recomputes what a plan says, before anything moves. ``outline``: of the sketch's graph."""
-    shapes = [_shape_of(region, outline) for region in sketch.regions]
-    reading: dict[Any, list[int]] = {}
-    making: dict[fx.Node, list[int]] = {}  # parameters -> the regions that make gradients of them
-    for position, shape in enumerate(shapes):
-        for values in (shape.inputs, shape.others):
-            for value in values:
-                reading.setdefault(value, []).append(position)
-        for result in shape.leaves:
-            if result.leaving is not None and result.leaving[3]:
-                making.setdefault(result.leaving[2], []).append(position)
-    readers = {value: tuple(positions) for value, positions in reading.items()}
-    used = tuple([readers.get(node, ()) for node in outline.inputs]), tuple([(n, *places) for n, places in making.items()])
+    """Summarises a step that recomputes what a plan says, before anything moves. ``outline``: of the sketch's graph. Summaries
+    share regions that are alike."""
+    shapes = [_shape_of(each.region, outline) for each in sketch.regions]
+    readers = sketch.readers
+    used = tuple([readers.get(node, ()) for node in outline.inputs]), tuple([shape.updated for shape in shapes])
     if used not in outline.reading:
-        outline.reading[used] = _operands(outline, readers, making)
-    operands = outline.reading[used]
-
+        made = _operands(outline, readers, shapes)
+        outline.reading[used] = made, list(dict.fromkeys(made.values()))
+    operands, each_once = outline.reading[used]
     summarised = []
-    for region, shape in zip(sketch.regions, shapes, strict=True):
-        if (reads := region.memo.get(id(operands))) is None:
-            reads = region.memo[id(operands)] = list(dict.fromkeys([operands[node] for node in shape.inputs]))
-        activations, others = _staying(region, shape, readers)
-        leaving = _leaving(region, shape, readers, operands) if shape.leaves else []
-        about: tuple[int, float, int] | None = region.memo.get("about")
-        if about is None:  # sketches are of one problem: of one machine
-            about = PHASES.index(region.phase), kernel_us(region.kernel, machine), workspace(region.kernel)
-            region.memo["about"] = about
-        summarised.append(Region(*about, reads, activations, others, leaving))
+    for each, shape in zip(sketch.regions, shapes, strict=True):
+        if (known := each.memo.get(id(operands))) is None:
+            region = _summarised(each, shape, operands, machine, workspace)
+            known = each.memo[id(operands)] = region, operands  # these keep their id
+        summarised.append(known[0])
     first = next((position for position, region in enumerate(summarised) if region.phase), len(summarised))
-    return Summary(summarised, list(dict.fromkeys(operands.values())), outline.tangents, first)
+    return Summary(summarised, each_once, outline.tangents, first)
 
 
 def _shape_of(region: Drawn, outline: Outline) -> _Shape:
     if "shape" not in region.memo:
-        reads = dict.fromkeys(region.reads)
         results = []
         for value in region.makes:
             nbytes = value.meta["nbytes"]
             about = value, value.meta["role"], nbytes, placed(nbytes), value in outline.returned
             results.append(_Made(*about, outline.leaving.get(value)))
         region.memo["shape"] = _Shape(
-            [value for value in reads if value in outline.inputs],
-            [value for value in reads if value not in outline.inputs],
+            [value for value in dict.fromkeys(region.reads) if value in outline.inputs],
             [each for each in results if each.leaving is None],
             [each for each in results if each.leaving is not None],
+            tuple([each.leaving[2] for each in results if each.leaving is not None and each.leaving[3]]),
         )
     shape: _Shape = region.memo["shape"]
     return shape
 
 
+def _summarised(
+    there: Placed, shape: _Shape, operands: Mapping[fx.Node, Operand], machine: Machine, workspace: Workspace
+) -> Region:
+    region, readers = there.region, dict(zip(there.region.makes, there.readers, strict=True))
+    about: tuple[int, float, int] | None = region.memo.get("about")
+    if about is None:  # sketches are of one problem: of one machine
+        about = PHASES.index(region.phase), kernel_us(region.kernel, machine), workspace(region.kernel)
+        region.memo["about"] = about
+    reads = list(dict.fromkeys([operands[node] for node in shape.inputs]))
+    return Region(*about, reads, *_staying(region, shape, readers), _leaving(shape, readers, operands))
+
+
 def _staying(region: Drawn, shape: _Shape, readers: Mapping[Any, tuple[int, ...]]) -> tuple[list[Value], list[Value]]:
     """Returns the activations that a region makes, and the other values."""
-    key = "staying", *[readers.get(result.value, ()) for result in shape.stays]
-    if key not in region.memo:
-        activations: list[Value] = []
-        others: dict[tuple[object, ...], Value] = {}
-        for result, used in zip(shape.stays, key[1:], strict=True):
-            assert isinstance(used, tuple)
-            if result.role == "activation":
-                name = "" if region.renamed else result.value.name
-                activations.append(Value(result.nbytes, result.slot, used, name, result.returned))
-            else:
-                alike = result.role, used, result.returned
-                others.setdefault(alike, Value(0, 0, used, "", result.returned)).add(result.nbytes)
-        region.memo[key] = activations, list(others.values())
-    values: tuple[list[Value], list[Value]] = region.memo[key]
-    return values
+    activations: list[Value] = []
+    others: dict[tuple[object, ...], Value] = {}
+    for result in shape.stays:
+        used = readers[result.value]
+        if result.role == "activation":
+            name = "" if region.renamed else result.value.name
+            activations.append(Value(result.nbytes, result.slot, used, name, result.returned))
+        else:
+            alike = result.role, used, result.returned
+            others.setdefault(alike, Value(0, 0, used, "", result.returned)).add(result.nbytes)
+    return activations, list(others.values())
 
 
-def _leaving(
-    region: Drawn, shape: _Shape, readers: Mapping[Any, tuple[int, ...]], operands: Mapping[fx.Node, Operand]
-) -> list[Leaving]:
+def _leaving(shape: _Shape, readers: Mapping[Any, tuple[int, ...]], operands: Mapping[fx.Node, Operand]) -> list[Leaving]:
     """Returns the gradients and new buffers that a region makes, in the order of the outputs."""
-    about = [result.leaving for result in shape.leaves if result.leaving is not None]
-    of = [operands[node] for _, _, node, _ in about]
-    key = "leaving", *[readers.get(result.value, ()) for result in shape.leaves], *of
-    if key not in region.memo:
-        going: dict[tuple[object, ...], Leaving] = {}
-        places: dict[Leaving, int] = {}
-        for result, operand, (place, home, node, updates) in zip(shape.leaves, of, about, strict=True):
-            used = readers.get(result.value, ())
-            entry = going.setdefault((home, operand, updates, used), Leaving(0, 0, used, home, operand, updates))
-            entry.add(result.nbytes)
-            if (rows := operand.rows) is not None:
-                row_nbytes = result.value.meta["val"].shape[1] * result.value.meta["val"].element_size()
-                entry.crossing, entry.whole = rows.count * row_nbytes, aligned(rows.rows * row_nbytes)
-            if place < places.get(entry, place + 1):
-                places[entry], entry.name = place, node.name
-        region.memo[key] = sorted(places, key=places.__getitem__)
-    leaving: list[Leaving] = region.memo[key]
-    return leaving
+    going: dict[tuple[object, ...], Leaving] = {}
+    places: dict[Leaving, int] = {}
+    for result in shape.leaves:
+        assert result.leaving is not None
+        (place, home, node, updates), used = result.leaving, readers[result.value]
+        operand = operands[node]
+        entry = going.setdefault((home, operand, updates, used), Leaving(0, 0, used, home, operand, updates))
+        entry.add(result.nbytes)
+        if (rows := operand.rows) is not None:
+            row_nbytes = result.value.meta["val"].shape[1] * result.value.meta["val"].element_size()
+            entry.crossing, entry.whole = rows.count * row_nbytes, aligned(rows.rows * row_nbytes)
+        if place < places.get(entry, place + 1):
+            places[entry], entry.name = place, node.name
+    return sorted(places, key=places.__getitem__)
 
 
-def _operands(
-    outline: Outline, readers: Mapping[Any, tuple[int, ...]], making: Mapping[fx.Node, Sequence[int]]
-) -> dict[fx.Node, Operand]:
-    """Returns the operand that each input of a step is part of."""
+def _operands(outline: Outline, readers: Mapping[Any, tuple[int, ...]], shapes: Sequence[_Shape]) -> dict[fx.Node, Operand]:
+    """Returns the operand that each input of a step is part of. ``shapes``: of the regions in order."""
+    making: dict[fx.Node, list[int]] = {}  # parameters -> the regions that make gradients of them
+    for position, shape in enumerate(shapes):
+        for node in shape.updated:
+            making.setdefault(node, []).append(position)
     alike: dict[tuple[object, ...], list[fx.Node]] = {}
     for node, about in outline.inputs.items():
         key = (*about[:6], readers.get(node, ()), *making.get(node, ()))

@@ -12,13 +12,16 @@ from torch import nn
 from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.plan import Updates
+from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
+from mtcompile.passes.planning.climbs.casts import with_casts
+from mtcompile.passes.planning.problem import Candidate, DoesNotFit, PlanningProblem
+from mtcompile.runtime.schedule import Schedule
 from tests.helpers.tracing import trace, traced_case
 
 pytestmark = pytest.mark.slow  # it searches for plans
 COUNTS = [4, pytest.param(20, marks=pytest.mark.long)]  # of budgets
+_NOTHING = Schedule((), {}, {}, {}, {})
 SHARES = {"decoder": 0.1, "experts": 0.8}  # of the device memory, while the host's varies
 
 
@@ -106,6 +109,27 @@ def test_more_host_memory_is_never_slower(name: str, count: int) -> None:
     budgets: list[int | None] = [fewest + fewest // 2 * i // (count - 2) for i in range(count - 1)]
     predicted = times(candidates, [(device, nbytes) for nbytes in [*budgets, None]])
     assert len(predicted) == count and predicted == sorted(predicted, reverse=True)
+
+
+def test_casts_are_tried_with_the_plans_of_less_host_memory() -> None:
+    """With 5 bytes of the host, the plan that takes 3 of them is the fastest: casts shorten it more than that which takes 5."""
+
+    def candidate(us: float, nbytes: int, narrow: bool = False) -> Candidate:
+        plan = Plan(step_time_us=us, lookahead=nbytes, narrow=narrow, peak_bytes={"device": 0, "host": nbytes})
+        return Candidate(plan, lambda: _NOTHING)
+
+    by_host = {None: candidate(100.0, 9), 5: candidate(150.0, 5), 4: candidate(160.0, 3), 2: candidate(170.0, 2)}
+    cast_us = {9: 95.0, 5: 149.0, 3: 140.0, 2: 169.0}
+
+    def evaluated(plan: Plan) -> Candidate:
+        nbytes = plan.lookahead
+        return candidate(cast_us[nbytes] if plan.narrow else plan.step_time_us, nbytes, plan.narrow)
+
+    def fastest(host: int | None) -> float:
+        budgets, uncast = Budgets(0, host), lambda asked: by_host.get(asked)
+        return with_casts(traced_case("gpt2").step, by_host[host], (), evaluated, budgets, uncast).plan.total_us
+
+    assert [fastest(host) for host in (2, 4, 5, None)] == [169.0, 140.0, 140.0, 95.0]
 
 
 class Memory:

@@ -14,7 +14,9 @@ from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import Inexact, completed, evaluate
 from mtcompile.passes.planning.figures import compiled as compiled_module
-from mtcompile.passes.planning.figures.compiled import CompiledStep, library
+from mtcompile.passes.planning.figures import evaluator as evaluator_module
+from mtcompile.passes.planning.figures.compiled import CompiledSteps, library
+from mtcompile.passes.planning.figures.drawn import Drawn
 from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
 from mtcompile.passes.planning.figures.times import measures
 from mtcompile.passes.planning.pace import impatient, with_pace
@@ -51,6 +53,39 @@ def test_figures_are_those_of_the_schedule(case: str, plans: int) -> None:
                     assert evaluator.figures(one) == figures
 
 
+@pytest.mark.parametrize("plans", [8, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("case", [*sorted(CASES), "gpt2"])
+def test_figures_do_not_depend_on_the_plans_before(case: str, plans: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two blocks and of many, also after an evaluation that was interrupted."""
+    monkeypatch.setattr(evaluator_module, "_MOST_SUMMARIES", 1)
+    rnd, left = random.Random(case), Drawn.trimmed
+    candidates = Candidates(PlanningProblem(step_of(case), SLOW, Budgets(updates=WAYS["behind the forward"])))
+    drawn, interrupted = [varied(candidates, rnd) for _ in range(plans)], 0
+    for plan in [*drawn, *reversed(drawn)]:
+        monkeypatch.setattr(Drawn, "trimmed", _interrupted(left, rnd.randrange(2)))
+        try:
+            candidates._evaluator.figures(plan)
+        except KeyboardInterrupt:
+            interrupted += 1
+        monkeypatch.setattr(Drawn, "trimmed", left)
+        anew = Evaluator(candidates.problem, candidates.draft, candidates._casts)
+        assert candidates._evaluator.figures(plan) == anew.figures(plan)
+    assert interrupted or case == "chain"  # whose plans all make values again by calls of their own
+
+
+def _interrupted(trimmed: Any, after: int) -> Any:
+    """``Drawn.trimmed``, until it was called a few times."""
+    remaining = [after]
+
+    def until_then(*args: Any) -> Any:
+        remaining[0] -= 1
+        if remaining[0] < 0:
+            raise KeyboardInterrupt
+        return trimmed(*args)
+
+    return until_then
+
+
 @BUILT
 def test_a_plan_made_of_another_is_read_by_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of one that was not evaluated itself, and where what is not named changes."""
@@ -58,10 +93,12 @@ def test_a_plan_made_of_another_is_read_by_what_differs(monkeypatch: pytest.Monk
     candidates = Candidates(PlanningProblem(step_of("crossing"), SLOW, Budgets(updates=WAYS["behind the forward"])))
     summary = candidates._evaluator._summary(plan := candidates.base)[0]
     assert c_library is not None
-    step, read = CompiledStep(c_library, summary, SLOW), list[Plan]()
-    whole = step._decided
-    monkeypatch.setattr(step, "_decided", lambda plan: (read.append(plan), whole(plan))[1])
-    subjects = {"params": list(step._homes), "fetch": list(step._homes), "activation": list(step._numbers)}
+    steps, read = CompiledSteps(c_library, SLOW), list[Plan]()
+    steps.step(summary)
+    whole = steps._decided
+    monkeypatch.setattr(steps, "_decided", lambda plan: (read.append(plan), whole(plan))[1])
+    homes, activations = list(steps.layout.homes), list(steps.layout.activations)
+    subjects = {"params": homes, "fetch": homes, "activation": activations}
     subjects |= {"return": subjects["params"], "gradients": subjects["params"], "load": subjects["activation"]}
     choices = {"params": ("device", "host"), "fetch": ("keep", "again"), "activation": ("device", "host")}
     for number in range(60):
@@ -71,7 +108,7 @@ def test_a_plan_made_of_another_is_read_by_what_differs(monkeypatch: pytest.Monk
         if number == 40:
             plan = plan.with_decision(Decision("activation", "*", "device", 0, ""))
         if number % 3:
-            assert step._known_or_decided(plan) == whole(plan)
+            assert steps.choices(plan) == whole(plan)
     assert len(read) == 2  # the first, and where all that is not named changed
 
 

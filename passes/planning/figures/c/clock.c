@@ -173,7 +173,7 @@ void mt_push(Work *w, List *list, int32_t value, int32_t other) {
 
 #define EXPORT __attribute__((visibility("default")))
 
-EXPORT int mt_figures_version(void) { return 8; }
+EXPORT int mt_figures_version(void) { return 9; }
 
 static int failed(Work *w, Result *result) {
     if (setjmp(w->out_of_memory))

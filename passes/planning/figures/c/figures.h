@@ -19,7 +19,7 @@ enum home { AT_DEVICE = 1, AT_DISK = 2, STAYS = 4, LATE = 8, EARLY = 16 }; /* bi
 /* ------------------------------------------------------------------- from ../compiled.py, which has the same structures */
 
 /* Values that are alike. group: of an activation, the first one of its region with the same readers, returned or not as it is;
- * name: of an activation. Readers are in Step.readers. */
+ * name: of an activation. group and first_reader (in Step.readers) count from the first of its region. */
 typedef struct {
     int64_t nbytes, slot, first_reader, readers, returned, group, name;
 } Value;
@@ -37,7 +37,7 @@ typedef struct {
 
 /* A region's reads, values (activations first) and leaving end where those of the next one begin. */
 typedef struct {
-    int64_t phase, workspace, first_read, first_value, first_other, first_leaving;
+    int64_t phase, workspace, first_read, first_reader, first_value, first_other, first_leaving;
 } Region;
 
 /* A step as it recomputes what a plan says. There is one more region than there are, which says where all ends. */

@@ -203,19 +203,21 @@ static void fetch_all(Work *w, Around *around) {
 static int32_t stays(Work *w, int64_t position, int64_t first_reader, int64_t readers, int64_t nbytes, int64_t slot,
                      int64_t returned) {
     int32_t buffer = new_buffer(w, POOLED, nbytes, slot, (int)returned);
+    const int64_t *reader = w->step->readers + w->step->region[position].first_reader + first_reader;
     mt_push(w, &w->calls[position].writes, buffer, 0);
     for (int64_t i = 0; i < readers; i++)
-        mt_push(w, &w->calls[w->step->readers[first_reader + i]].reads, buffer, 0);
+        mt_push(w, &w->calls[reader[i]].reads, buffer, 0);
     return buffer;
 }
 
 static void waits_at_home(Work *w, Around *around, int64_t position, const Value *value) {
     const Region *region = w->step->region;
+    const int64_t *reader = w->step->readers + region[position].first_reader + value->first_reader;
     int32_t result = new_buffer(w, POOLED, value->nbytes, value->slot, (int)value->returned), current = result, at_home = -1;
     int64_t previous = position;
     mt_push(w, &w->calls[position].writes, result, 0);
     for (int64_t i = 0; i < value->readers; i++) {
-        int64_t use = w->step->readers[value->first_reader + i];
+        int64_t use = reader[i];
         int same_phase = region[previous].phase == region[use].phase;
         if (!(use - previous <= 1 && (same_phase || current == result))) {
             if (at_home < 0) {
@@ -326,9 +328,9 @@ static void make(Work *w, Around *around, int64_t position) {
     Size *together = mt_room(w, region->first_other - first, sizeof *together); /* by group: what stays alike is one buffer */
     for (int64_t i = first; i < region->first_other; i++)
         if (!w->choices->at_host[value[i].name])
-            together[value[i].group - first].nbytes += value[i].nbytes, together[value[i].group - first].slot += value[i].slot;
+            together[value[i].group].nbytes += value[i].nbytes, together[value[i].group].slot += value[i].slot;
     for (int64_t i = first; i < region->first_other; i++) {
-        Size *size = &together[value[i].group - first];
+        Size *size = &together[value[i].group];
         if (!w->choices->at_host[value[i].name] && !size->listed++)
             stays(w, position, value[i].first_reader, value[i].readers, size->nbytes, size->slot, value[i].returned);
     }
