@@ -1,4 +1,5 @@
-"""Rates of computing: products and attention in TFLOP/s, and the microseconds it takes to issue an operation."""
+"""Rates of computing: products and attention in TFLOP/s, elements per second of operations on values of different strides, and
+the microseconds it takes to issue an operation."""
 
 from __future__ import annotations
 
@@ -41,6 +42,19 @@ def attention(where: torch.device, effort: Effort, flops: float) -> Measurement:
     meaning = f"{rate / flops:.0%} of the product's rate: what long sequences run at, forward"
     what = f"causal attention, {tokens} tokens"
     return Measurement(what, "TFLOP/s", {str(dtype).removeprefix("torch."): rate / 1e12}, meaning)
+
+
+def strided(where: torch.device, effort: Effort) -> tuple[float, Measurement]:
+    """Measures a product of heads with a table of positions, as rotary embeddings have it: elementwise, on values of different
+    strides. Returns billions of elements per second, and the row."""
+    tokens, heads, width = max(1, effort.accelerator_side // 4), 32, 128
+    dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
+    x = torch.randn(8, tokens, heads, width, device=where).to(dtype).transpose(1, 2)
+    table = torch.randn(tokens, width, device=where).to(dtype)
+    out = torch.empty_like(x)
+    rate = x.numel() / median_s(lambda: torch.mul(x, table, out=out), effort.seconds, waiter(where)) / 1e9
+    meaning = f"rotary embeddings of 1 million elements take {1e3 / rate:.3g} us, whatever their bytes"
+    return rate, Measurement("elementwise product of values of different strides", "G elements/s", {"a * b": rate}, meaning)
 
 
 def issue(where: torch.device, effort: Effort) -> tuple[float, Measurement]:

@@ -57,9 +57,12 @@ def measure(device: Device, effort: Effort, folder: Path) -> MeasuredMachine:
     issue, tiny = compute.issue(where, effort)
     drive = disk(folder, effort)
     rows = [*copies, streams, adamw, drive, product, compute.attention(where, effort, flops), tiny]
+    strided = Machine().strided_gops
     if where.type != "cpu":
         memory, row = bandwidth.device_memory(where, effort)
         rows.insert(len(copies), row)
+        strided, row = compute.strided(where, effort)
+        rows.append(row)
     threads = torch.get_num_threads()
     name = name_of(where) if where.type != "cpu" else f"{name_of(where)}, {threads} threads (emulated device)"
     name += ", host memory not pinned" if device.staging else ""
@@ -75,6 +78,7 @@ def measure(device: Device, effort: Effort, folder: Path) -> MeasuredMachine:
         disk_read_gbps=_rounded(drive.values.get("read", Machine().disk_read_gbps)),
         disk_write_gbps=_rounded(drive.values.get("write", Machine().disk_write_gbps)),
         disk_nbytes=_free_nbytes(folder),
+        strided_gops=_rounded(strided),
     )
     return MeasuredMachine(machine, tuple(rows))
 

@@ -30,6 +30,7 @@ _REDUCTIONS = {
     aten.sum.dim_IntList,
     aten.mean.dim,
 }
+_COPIES = {aten.clone.default, aten._to_copy.default, aten.cat.default}
 # How much longer a FLOP of attention takes than one of a product (on an H200 with 2,048 tokens: 1.3 and 1.7).
 _ATTENTION_US = {"forward": 1.25, "backward": 1.6}
 _HIDING_NBYTES = 16 * 2**20  # an operation that moves more takes longer than the next one's launch, which goes on beside it
@@ -63,7 +64,9 @@ class Machine:
     and the microseconds one operation costs to issue. ``fuses``: its kernels are compiled. ``device_nbytes``: the memory of
     its device, 0 where it has what it is given. ``measured``: times measured on it, None for none. Of its disk: GB/s of reads
     and writes, its bytes, and the bytes that may be written to it in its life, 0 where that is not known. Of the network
-    between hosts: GB/s per direction. The defaults are of the emulated device on a small CPU."""
+    between hosts: GB/s per direction. ``strided_gops``: billions of elements per second of operations that go through values
+    of different strides one element at a time; where that is not known, they take as long as their bytes. The defaults are of
+    the emulated device on a small CPU."""
 
     name: str = "emulated"
     flops: float = 5e10
@@ -81,6 +84,7 @@ class Machine:
     disk_rated_nbytes: int = 0
     network_gbps: float = 1.0
     updating_ranks: int = 1
+    strided_gops: float = 1e9
 
     def scale(self, queue: str) -> float:
         if queue == "direct" and not self._measured_direct:
@@ -155,7 +159,8 @@ class Machine:
 class Cost:
     """The work of a kernel. ``operations``: those so small that their launch takes time. ``fusible_nbytes``, ``fusible``: the
     part of the bytes and of these operations that a compiler fuses. ``product_nbytes``: the bytes that operations with FLOPs
-    move. ``slow_flops``: what attention would do with products in the time that it takes longer."""
+    move. ``slow_flops``: what attention would do with products in the time that it takes longer. ``strided``: elements of
+    operations on values of different strides, which move ``strided_nbytes``."""
 
     flops: int = 0
     nbytes: int = 0
@@ -164,6 +169,8 @@ class Cost:
     fusible: int = 0
     product_nbytes: int = 0
     slow_flops: int = 0
+    strided: int = 0
+    strided_nbytes: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -174,6 +181,8 @@ class Cost:
             self.fusible + other.fusible,
             self.product_nbytes + other.product_nbytes,
             self.slow_flops + other.slow_flops,
+            self.strided + other.strided,
+            self.strided_nbytes + other.strided_nbytes,
         )
 
     def flops_us(self, machine: Machine) -> float:
@@ -189,6 +198,8 @@ class Cost:
         if machine.fuses:
             nbytes += self.fusible_nbytes // _FUSION_GAIN - self.fusible_nbytes
             operations -= self.fusible
+        else:
+            nbytes += max(0, round(self.strided * machine.memory_gbps / machine.strided_gops) - self.strided_nbytes)
         return machine.run_us(flops, self.product_nbytes, nbytes, operations)
 
 
@@ -235,7 +246,24 @@ def node_cost(node: fx.Node) -> Cost:
     fusible = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _REDUCTIONS
     flops, waits = node_flops(node), int(nbytes < _HIDING_NBYTES)
     slow_flops = round(flops * (_flop_us(node) - 1))
-    return Cost(flops, nbytes, waits, nbytes * fusible, waits * fusible, nbytes if flops else 0, slow_flops)
+    strided = _strided(node)
+    about = flops, nbytes, waits, nbytes * fusible, waits * fusible, nbytes if flops else 0, slow_flops
+    return Cost(*about, strided, nbytes if strided else 0)
+
+
+def _strided(node: fx.Node) -> int:
+    """The elements of an elementwise operation or copy that goes through its values one element at a time, as they do not lie
+    alike: in other orders or with gaps, or one is read again for many elements; else 0."""
+    target = node.target
+    if torch.Tag.pointwise not in getattr(target, "tags", ()) and target not in _COPIES:
+        return 0
+    made, given = next(iter_tensors(node), None), [v for operand in node.all_input_nodes for v in iter_tensors(operand)]
+    if made is None or not given:
+        return 0
+    if target is aten.cat.default:  # parts that are contiguous are copied as they lie
+        return 0 if all(value.is_contiguous() for value in given) else made.numel()
+    alike = all(v.stride() == made.stride() and v.shape == made.shape for v in given if v.numel() > 1)
+    return 0 if alike and span_nbytes(made) == made.numel() * made.element_size() else made.numel()
 
 
 def _flop_us(node: fx.Node) -> float:

@@ -34,6 +34,8 @@ def test_every_figure_is_measured(device: torch.device) -> None:
     assert all(value > 0 for value in asdict(report.machine).values() if isinstance(value, float))
     rows = {row.what: row.values for row in report.measurements}
     assert rows["device memory"]
+    strided = rows["elementwise product of values of different strides"]["a * b"]
+    assert report.machine.strided_gops == pytest.approx(strided, rel=1e-3)
     ways = [list(rows[f"copy to the {end}"].values())[-1] for end in ("device", "host")]
     share = min(1, list(rows["copies both ways at once, each"].values())[-1] / min(ways))
     assert [report.machine.h2d_gbps, report.machine.d2h_gbps] == pytest.approx([rate * share for rate in ways], rel=1e-3)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import mtcompile
 from mtcompile import cache, knobs
 from mtcompile.cli.app import app
-from mtcompile.machine import doctor, limits, measure, system_files
+from mtcompile.machine import compute, doctor, limits, measure, system_files
 from mtcompile.machine.device import choose
 from mtcompile.machine.disk import disk
 from mtcompile.machine.presets import named, this
@@ -239,7 +239,10 @@ def test_every_figure_is_measured(tmp_path: Path) -> None:
     found = measure.measure(choose("cpu"), TINY, tmp_path)
     assert torch.get_num_threads() == threads and not list(tmp_path.iterdir())
     numbers = {name: value for name, value in asdict(found.machine).items() if isinstance(value, float)}
-    assert len(numbers) == 9 and all(value > 0 for value in numbers.values())
+    assert len(numbers) == 10 and all(value > 0 for value in numbers.values())
+    assert found.machine.strided_gops == Machine().strided_gops  # of GPUs alone
+    rate, row = compute.strided(torch.device("cpu"), TINY)
+    assert 0 < rate < 1e4 and row.values == {"a * b": rate}
     assert found.machine.device_nbytes == 0 and not found.machine.fuses  # the emulated device has what it is given
     assert all(value > 0 for row in found.measurements for value in row.values.values())
     assert all(row.values and row.meaning for row in found.measurements)

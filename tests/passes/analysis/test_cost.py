@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,3 +110,32 @@ def test_grouped_heads_count_with_formulas_that_ask_for_as_many(monkeypatch: pyt
     packet = cost._SAME_FLOPS.get(attention.target.overloadpacket, attention.target.overloadpacket)  # type: ignore[union-attr]
     monkeypatch.setitem(cost.flop_registry, packet, counted)
     assert node_flops(attention) == 4 * 2 * 4 * 16 * 16 * 8
+
+
+class Rotated(nn.Module):
+    """Rotary embeddings by halves, and what lies as it did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.scale = nn.Linear(64, 64), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        heads = (self.project(x).sin() * self.scale).view(2, 8, 4, 16).transpose(1, 2)
+        return (heads * table + torch.cat([-heads[..., 8:], heads[..., :8]], -1) * table).sum()
+
+
+def test_operations_on_values_of_different_strides_go_by_elements() -> None:
+    among = nodes(Rotated(), x=torch.zeros(2, 8, 64), table=torch.zeros(8, 16))
+    elements = 2 * 8 * 64
+    forward = among[: next(i for i, n in enumerate(among) if "sum" in str(n.target))]
+    shares = {(str(n.target), node_cost(n).strided) for n in forward}
+    assert {("aten.neg.default", elements // 2), ("aten.cat.default", elements), ("aten.add.Tensor", elements)} <= shares
+    assert ("aten.sin.default", 0) in shares and {n for name, n in shares if "mul" in name} == {0, elements}
+
+
+def test_elements_of_different_strides_take_as_long_as_measured_or_as_their_bytes() -> None:
+    work = Cost(nbytes=10**8, strided=10**7, strided_nbytes=6 * 10**7)
+    assert work.time_us(MACHINE) == 1000  # by its bytes alone, where the rate is not known
+    slow, fast = (replace(MACHINE, strided_gops=rate) for rate in (10.0, 1000.0))
+    assert work.time_us(slow) == 1400 and work.time_us(fast) == 1000
+    assert work.time_us(replace(slow, fuses=True)) == 1000
