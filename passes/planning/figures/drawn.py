@@ -15,6 +15,8 @@ from torch import fx
 
 from mtcompile.passes.rewrites.trim import trimmed
 
+_MOST_PLACED = 16  # of one region, that are remembered
+
 
 class Again:
     """Stands for a value that a region makes again for later ones."""
@@ -28,13 +30,15 @@ class Again:
 @dataclass(slots=True, eq=False)
 class Drawn:
     """A region: its kernel, what it reads, and the values that it makes. ``renamed``: these have other names than in the step,
-    so that no decision is about them. Sketches share regions that are alike. ``memo``: what is known of it."""
+    so that no decision is about them. Sketches share regions that are alike. ``placed``: it by the readers of what it makes;
+    ``memo``: what else is known of it."""
 
     phase: str
     kernel: fx.GraphModule
     reads: Sequence[Any]
     makes: Sequence[Any]
     renamed: bool = False
+    placed: dict[tuple[tuple[int, ...], ...], Placed] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict)
     read_once: frozenset[Any] = field(init=False)
 
@@ -74,11 +78,12 @@ class Placed:
 
 def placed(region: Drawn, readers: Mapping[Any, tuple[int, ...]]) -> Placed:
     """Returns a region with the ``readers`` of what it makes: the same one for the same readers."""
-    key = "placed", *[readers.get(value, ()) for value in region.makes]
-    if key not in region.memo:
-        region.memo[key] = Placed(region, key[1:])
-    known: Placed = region.memo[key]
-    return known
+    key, known = tuple([readers.get(value, ()) for value in region.makes]), region.placed
+    if key not in known:
+        if len(known) >= _MOST_PLACED:
+            del known[next(iter(known))]
+        known[key] = Placed(region, key)
+    return known[key]
 
 
 def all_placed(regions: Sequence[Drawn]) -> tuple[list[Placed], dict[Any, tuple[int, ...]]]:

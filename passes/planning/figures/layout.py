@@ -1,6 +1,7 @@
 """Lays out summaries in tables of numbers, as the C files read them (see compiled.py and c/figures.h).
 
-Regions and operands that summaries share are laid out once. Homes and activations have the same number in all of them.
+Regions that summaries share are laid out once, but for the places of operands. Homes and activations have the same number in
+all summaries.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from mtcompile.passes.planning.figures.summary import Leaving, Operand, Region, Summary, Value
 
 _OF_WEIGHTS = 1 | 2 | 4  # bits of what is decided about weights alone (see compiled.py)
-_PER_VALUE = 7  # numbers
+_PER_VALUE, _PER_LEAVING, _OF = 7, 11, 7  # numbers; the one of the operand that something leaving is of
 _MOST_OPERANDS = 16  # tables that are remembered
 
 
@@ -31,12 +32,12 @@ class _Part(NamedTuple):
 
     about: tuple[int, int]  # phase, bytes of workspace
     us: float
-    reads: array[int]
     readers: array[int]
     values: array[int]
     activations: int  # the number of the first values
     leaving: array[int]
-    names: Sequence[str]
+    names: Sequence[str]  # of what leaves
+    of: Sequence[Operand]  # whose places its tables have in each summary
 
 
 class Layout:
@@ -54,17 +55,20 @@ class Layout:
 
     def tables(self, summary: Summary) -> Tables:
         operands, places = self._operands_of(summary.operands)
-        parts = [self._part(region, places) for region in summary.regions]
+        parts = [self._part(region) for region in summary.regions]
         phases, workspaces = zip(*(part.about for part in parts), strict=True) if parts else ((), ())
-        reads, readers = _places(len(part.reads) for part in parts), _places(len(part.readers) for part in parts)
+        reads = _places(len(region.reads) for region in summary.regions)
+        readers = _places(len(part.readers) for part in parts)
         values = _places(len(part.values) // _PER_VALUE for part in parts)
         others = map(add, values, (*(part.activations for part in parts), 0))
         leaving = _places(len(part.names) for part in parts)
         rows = zip((*phases, 0), (*workspaces, 0), reads, readers, values, others, leaving, strict=True)
         regions, us = array("q", chain.from_iterable(rows)), array("d", [part.us for part in parts])
-        reading = (_joined(part.reads for part in parts), _joined(part.readers for part in parts), operands)
-        making = _joined(part.values for part in parts), _joined(part.leaving for part in parts)
-        return Tables((regions, us, *reading, *making), [name for part in parts for name in part.names])
+        read = array("q", [places[operand] for region in summary.regions for operand in region.reads])
+        made, gone = _joined(part.values for part in parts), _joined(part.leaving for part in parts)
+        gone[_OF::_PER_LEAVING] = array("q", [places[operand] for part in parts for operand in part.of])
+        reading = read, _joined(part.readers for part in parts), operands
+        return Tables((regions, us, *reading, made, gone), [name for part in parts for name in part.names])
 
     def _operands_of(self, operands: Sequence[Operand]) -> tuple[array[int], dict[Operand, int]]:
         if id(operands) not in self._operands:
@@ -76,13 +80,13 @@ class Layout:
             self._operands[id(operands)] = numbers, {operand: place for place, operand in enumerate(operands)}, operands
         return self._operands[id(operands)][:2]
 
-    def _part(self, region: Region, places: dict[Operand, int]) -> _Part:
+    def _part(self, region: Region) -> _Part:
         if self not in region.memo:
-            region.memo[self] = self._laid_out(region, places)
+            region.memo[self] = self._laid_out(region)
         part: _Part = region.memo[self]
         return part
 
-    def _laid_out(self, region: Region, places: dict[Operand, int]) -> _Part:
+    def _laid_out(self, region: Region) -> _Part:
         readers, values, leaving, groups = list[int](), list[int](), list[int](), dict[object, int]()
         for number, value in enumerate(region.activations):
             group = groups.setdefault((value.readers, value.returned), number)
@@ -90,16 +94,15 @@ class Layout:
         for value in region.others:
             values += _value(value, readers, -1, -1)
         for entry in region.leaving:
-            leaving += self._entry(entry, readers, places)
-        reads = array("q", [places[operand] for operand in region.reads])
-        made = array("q", values), len(region.activations), array("q", leaving), [entry.name for entry in region.leaving]
-        return _Part((region.phase, region.workspace), region.us, reads, array("q", readers), *made)
+            leaving += self._entry(entry, readers)
+        of = [entry.of for entry in region.leaving if entry.of is not None]
+        made = array("q", values), len(region.activations), array("q", leaving), [entry.name for entry in region.leaving], of
+        return _Part((region.phase, region.workspace), region.us, array("q", readers), *made)
 
-    def _entry(self, entry: Leaving, readers: list[int], places: dict[Operand, int]) -> Sequence[int]:
-        assert entry.of is not None
+    def _entry(self, entry: Leaving, readers: list[int]) -> Sequence[int]:
         first = len(readers)
         readers += entry.readers
-        about = self._home(entry.home), places[entry.of], entry.updates
+        about = self._home(entry.home), -1, entry.updates
         return entry.nbytes, entry.slot, *entry.at_home(), first, len(entry.readers), *about, entry.crossing, entry.whole
 
     def _operand(self, operand: Operand, roles: dict[str, int]) -> Sequence[int]:

@@ -20,6 +20,8 @@ from mtcompile.passes.planning.figures.sketch import Sketch
 from mtcompile.passes.step_graph import InputSpec, inputs_of, is_region, outputs_of
 from mtcompile.runtime.schedule import PHASES, aligned, placed
 
+_MOST_REGIONS, _MOST_READING = 16, 256  # that are remembered, of one that is placed, and of an outline
+
 
 class Unsupported(Exception):
     """Raised for a step or plan of which only the schedule itself tells the figures."""
@@ -161,12 +163,13 @@ class _Made(NamedTuple):
 
 class _Shape(NamedTuple):
     """The inputs that a region reads, each once, its results that stay in the step, or leave it, and the parameters of which
-    these are gradients that update them."""
+    these are gradients that update them. ``nodes``: the inputs, and those that what leaves is of."""
 
     inputs: Sequence[fx.Node]
     stays: Sequence[_Made]
     leaves: Sequence[_Made]
     updated: tuple[fx.Node, ...]
+    nodes: Sequence[fx.Node]
 
 
 def outline_of(draft: fx.GraphModule) -> Outline:
@@ -214,15 +217,19 @@ def summary_of(sketch: Sketch, outline: Outline, machine: Machine, workspace: Wo
     readers = sketch.readers
     used = tuple([readers.get(node, ()) for node in outline.inputs]), tuple([shape.updated for shape in shapes])
     if used not in outline.reading:
+        if len(outline.reading) >= _MOST_READING:
+            del outline.reading[next(iter(outline.reading))]
         made = _operands(outline, readers, shapes)
         outline.reading[used] = made, list(dict.fromkeys(made.values()))
     operands, each_once = outline.reading[used]
     summarised = []
     for each, shape in zip(sketch.regions, shapes, strict=True):
-        if (known := each.memo.get(id(operands))) is None:
-            region = _summarised(each, shape, operands, machine, workspace)
-            known = each.memo[id(operands)] = region, operands  # these keep their id
-        summarised.append(known[0])
+        of = tuple([operands[node] for node in shape.nodes])
+        if (region := each.memo.get(of)) is None:
+            if len(each.memo) >= _MOST_REGIONS:
+                del each.memo[next(iter(each.memo))]
+            region = each.memo[of] = _summarised(each, shape, of, machine, workspace)
+        summarised.append(region)
     first = next((position for position, region in enumerate(summarised) if region.phase), len(summarised))
     return Summary(summarised, each_once, outline.tangents, first)
 
@@ -234,26 +241,30 @@ def _shape_of(region: Drawn, outline: Outline) -> _Shape:
             nbytes = value.meta["nbytes"]
             about = value, value.meta["role"], nbytes, placed(nbytes), value in outline.returned
             results.append(_Made(*about, outline.leaving.get(value)))
+        inputs = [value for value in dict.fromkeys(region.reads) if value in outline.inputs]
+        leaves = [(each, each.leaving) for each in results if each.leaving is not None]
         region.memo["shape"] = _Shape(
-            [value for value in dict.fromkeys(region.reads) if value in outline.inputs],
+            inputs,
             [each for each in results if each.leaving is None],
-            [each for each in results if each.leaving is not None],
-            tuple([each.leaving[2] for each in results if each.leaving is not None and each.leaving[3]]),
+            [each for each, _ in leaves],
+            tuple([node for _, (_, _, node, updates) in leaves if updates]),
+            [*inputs, *[node for _, (_, _, node, _) in leaves]],
         )
     shape: _Shape = region.memo["shape"]
     return shape
 
 
-def _summarised(
-    there: Placed, shape: _Shape, operands: Mapping[fx.Node, Operand], machine: Machine, workspace: Workspace
-) -> Region:
+def _summarised(there: Placed, shape: _Shape, of: Sequence[Operand], machine: Machine, workspace: Workspace) -> Region:
+    """Summarises a region. ``of``: by node of its shape, the operand that this is part of."""
     region, readers = there.region, dict(zip(there.region.makes, there.readers, strict=True))
     about: tuple[int, float, int] | None = region.memo.get("about")
     if about is None:  # sketches are of one problem: of one machine
         about = PHASES.index(region.phase), kernel_us(region.kernel, machine), workspace(region.kernel)
         region.memo["about"] = about
-    reads = list(dict.fromkeys([operands[node] for node in shape.inputs]))
-    return Region(*about, reads, *_staying(region, shape, readers), _leaving(shape, readers, operands))
+    count = len(shape.inputs)
+    return Region(
+        *about, list(dict.fromkeys(of[:count])), *_staying(region, shape, readers), _leaving(shape, readers, of[count:])
+    )
 
 
 def _staying(region: Drawn, shape: _Shape, readers: Mapping[Any, tuple[int, ...]]) -> tuple[list[Value], list[Value]]:
@@ -271,14 +282,13 @@ def _staying(region: Drawn, shape: _Shape, readers: Mapping[Any, tuple[int, ...]
     return activations, list(others.values())
 
 
-def _leaving(shape: _Shape, readers: Mapping[Any, tuple[int, ...]], operands: Mapping[fx.Node, Operand]) -> list[Leaving]:
-    """Returns the gradients and new buffers that a region makes, in the order of the outputs."""
+def _leaving(shape: _Shape, readers: Mapping[Any, tuple[int, ...]], of: Sequence[Operand]) -> list[Leaving]:
+    """Returns the gradients and new buffers that a region makes, in the order of the outputs. ``of``: by what leaves."""
     going: dict[tuple[object, ...], Leaving] = {}
     places: dict[Leaving, int] = {}
-    for result in shape.leaves:
+    for result, operand in zip(shape.leaves, of, strict=True):
         assert result.leaving is not None
         (place, home, node, updates), used = result.leaving, readers[result.value]
-        operand = operands[node]
         entry = going.setdefault((home, operand, updates, used), Leaving(0, 0, used, home, operand, updates))
         entry.add(result.nbytes)
         if (rows := operand.rows) is not None:
