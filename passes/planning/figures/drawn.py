@@ -57,7 +57,7 @@ class Drawn:
         """Returns what is left of the region if it makes no more than the values at ``positions``; None if nothing is left."""
         key = "trimmed", positions
         if key not in self.memo:
-            self.memo[key] = drawn = None
+            drawn = None
             if (less := trimmed(draft, self.kernel, positions)) is not None:
                 makes = [self.makes[position] for position in positions]
                 drawn = Drawn(self.phase, less[0], [self.reads[position] for position in less[1]], makes, self.renamed)
