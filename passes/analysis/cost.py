@@ -240,30 +240,27 @@ def node_cost(node: fx.Node) -> Cost:
         return Cost()
     if node.target is run_tiles:
         return _cost_of_tiles(node)
-    nbytes = sum(span_nbytes(v) for v in iter_tensors(node))
-    nbytes += sum(span_nbytes(v) for operand in node.all_input_nodes for v in iter_tensors(operand))
-    nbytes += _read_again_nbytes(node)
-    fusible = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _REDUCTIONS
+    written, read = [*iter_tensors(node)], [v for operand in node.all_input_nodes for v in iter_tensors(operand)]
+    nbytes = sum(map(span_nbytes, (*written, *read))) + _read_again_nbytes(node)
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    fusible = pointwise or node.target in _REDUCTIONS
     flops, waits = node_flops(node), int(nbytes < _HIDING_NBYTES)
     slow_flops = round(flops * (_flop_us(node) - 1))
-    strided = _strided(node)
+    strided = _strided(node.target, written, read) if pointwise or node.target in _COPIES else 0
     about = flops, nbytes, waits, nbytes * fusible, waits * fusible, nbytes if flops else 0, slow_flops
     return Cost(*about, strided, nbytes if strided else 0)
 
 
-def _strided(node: fx.Node) -> int:
+def _strided(operation: Any, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> int:
     """The elements of an elementwise operation or copy that goes through its values one element at a time, as they do not lie
     alike: in other orders or with gaps, or one is read again for many elements; else 0."""
-    target = node.target
-    if torch.Tag.pointwise not in getattr(target, "tags", ()) and target not in _COPIES:
+    if not written or not read:
         return 0
-    made, given = next(iter_tensors(node), None), [v for operand in node.all_input_nodes for v in iter_tensors(operand)]
-    if made is None or not given:
-        return 0
-    if target is aten.cat.default:  # parts that are contiguous are copied as they lie
-        return 0 if all(value.is_contiguous() for value in given) else made.numel()
-    alike = all(v.stride() == made.stride() and v.shape == made.shape for v in given if v.numel() > 1)
-    return 0 if alike and span_nbytes(made) == made.numel() * made.element_size() else made.numel()
+    result = written[0]
+    if operation is aten.cat.default:  # parts that are contiguous are copied as they lie
+        return 0 if all(value.is_contiguous() for value in read) else result.numel()
+    alike = all(v.stride() == result.stride() and v.shape == result.shape for v in read if v.numel() > 1)
+    return 0 if alike and span_nbytes(result) == result.numel() * result.element_size() else result.numel()
 
 
 def _flop_us(node: fx.Node) -> float:

@@ -33,7 +33,7 @@ _FASTER = 0.999  # times the plan taken: less is not worth a climb
 _SLOWER, _IN_A_ROW = 1.02, 2  # times the plan taken: after so many slower plans in a row, lower limits gain nothing
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
 _MUCH = 0.985  # times what a climb to a lower limit ends at: then a plan is polished anew
-_FALLS = 0.985  # times the bound of a lower limit: then moves from its plan may not lead far enough
+_BOUND_FALLS = 0.985  # times the bound of a lower limit: then moves from its plan may not lead far enough
 _GAIN = 1.5  # times what the bound falls by: what climbs to limits in between may gain
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
 
@@ -198,7 +198,8 @@ class Climbs:
         start = self._climbed(below) if below in self._following else self._plan(below)
         climb = Climb(limits, self.ways, self.evaluate, start)
         climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
-        falls = self.bound(*limits) <= _FALLS * self.bound(self.limits[bisect_right(self.limits, limits.device) - 1], None)
+        lower = self.limits[bisect_right(self.limits, limits.device) - 1]
+        falls = self.bound(*limits) <= _BOUND_FALLS * self.bound(lower, None)
         return (self._seeded(climb) if falls else climb).best
 
     def _climbed(self, limit: int) -> Plan:

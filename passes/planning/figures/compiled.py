@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.rows import ROW_COPY_US
+from mtcompile.passes.memo import remembered
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.planning.figures.layout import Layout, Tables
 from mtcompile.passes.planning.figures.summary import Summary
@@ -113,13 +114,13 @@ class CompiledSteps:
 
     def choices(self, plan: Plan) -> tuple[array[int], array[int]]:
         """Returns what ``_decided`` does, from the choices of a plan that this one was made of, if these are known."""
-        token, known = plan.decisions.token, self._choices
-        if token not in known:
+        known = self._choices
+
+        def chosen() -> tuple[array[int], array[int]]:
             origin = next(((known[of], changed) for of, changed in plan.decisions.origins if of in known), None)
-            if len(known) >= _MOST_CHOICES:
-                del known[next(iter(known))]
-            known[token] = self._decided(plan) if origin is None else self._changed(plan, *origin)
-        return known[token]
+            return self._decided(plan) if origin is None else self._changed(plan, *origin)
+
+        return remembered(known, plan.decisions.token, _MOST_CHOICES, chosen)
 
     def _changed(
         self, plan: Plan, choices: tuple[array[int], array[int]], changed: Iterable[tuple[str, str]]

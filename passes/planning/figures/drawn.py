@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from mtcompile.passes.memo import remembered
 from mtcompile.passes.rewrites.trim import trimmed
 
 _MOST_PLACED = 16  # of one region, that are remembered
@@ -78,12 +79,8 @@ class Placed:
 
 def placed(region: Drawn, readers: Mapping[Any, tuple[int, ...]]) -> Placed:
     """Returns a region with the ``readers`` of what it makes: the same one for the same readers."""
-    key, known = tuple([readers.get(value, ()) for value in region.makes]), region.placed
-    if key not in known:
-        if len(known) >= _MOST_PLACED:
-            del known[next(iter(known))]
-        known[key] = Placed(region, key)
-    return known[key]
+    key = tuple([readers.get(value, ()) for value in region.makes])
+    return remembered(region.placed, key, _MOST_PLACED, lambda: Placed(region, key))
 
 
 def all_placed(regions: Sequence[Drawn]) -> tuple[list[Placed], dict[Any, tuple[int, ...]]]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import fx
 
 from mtcompile.passes.analysis.state import Traffic, persistent_of, trained_nbytes, update_figures
+from mtcompile.passes.memo import remembered
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.evaluate import identity
 from mtcompile.passes.planning.figures.compiled import CompiledStep, CompiledSteps, library
@@ -45,13 +46,15 @@ class Evaluator:
     ) -> None:
         self.problem = problem
         self._casts = casts
-        self._sketches: Sketches = Sketches(draft) if known is None else known._sketches
         step, updates = problem.step, problem.budgets.updates
         self.able = not (step.meta.get("sliced") or ranks_of(step) != 1)
         self.able = self.able and not (updates is not None and updates.held)
+        self._known = known
+        self._sketches: Sketches = Sketches(draft) if known is None else known._sketches
         self._summaries: dict[object, tuple[Summary, CompiledStep | None]] = {} if known is None else known._summaries
-        c_library = library() if compiled else None
-        self._compiled = None if c_library is None else CompiledSteps(c_library, problem.machine)
+        c_library = library() if compiled and known is None else None
+        own = None if c_library is None else CompiledSteps(c_library, problem.machine)
+        self._compiled: CompiledSteps | None = own if known is None else known._compiled
         self._last: tuple[Plan, tuple[Figures, Measures]] | None = None  # the plan evaluated last
 
     @cached_property
@@ -60,7 +63,7 @@ class Evaluator:
 
     @cached_property
     def _outline(self) -> Outline:
-        return outline_of(self._sketches.draft)
+        return outline_of(self._sketches.draft) if self._known is None else self._known._outline
 
     def figures(self, plan: Plan) -> Figures | None:
         """Returns a plan's figures; None where only its schedule tells them."""
@@ -86,14 +89,13 @@ class Evaluator:
 
     def _summary(self, plan: Plan) -> tuple[Summary, CompiledStep | None]:
         key = plan.decisions.recomputed, plan.span
-        if key not in self._summaries:
-            sketch = self._sketches.of(plan)
-            outline = self._outline if sketch.graph is self._sketches.draft else outline_of(sketch.graph)
-            if len(self._summaries) >= _MOST_SUMMARIES:
-                del self._summaries[next(iter(self._summaries))]
-            summary = summary_of(sketch, outline, self.problem.machine, self.problem.workspace)
-            self._summaries[key] = summary, None if self._compiled is None else self._compiled.step(summary)
-        return self._summaries[key]
+        return remembered(self._summaries, key, _MOST_SUMMARIES, lambda: self._summarised(plan))
+
+    def _summarised(self, plan: Plan) -> tuple[Summary, CompiledStep | None]:
+        sketch = self._sketches.of(plan)
+        outline = self._outline if sketch.graph is self._sketches.draft else outline_of(sketch.graph)
+        summary = summary_of(sketch, outline, self.problem.machine, self.problem.workspace)
+        return summary, None if self._compiled is None else self._compiled.step(summary)
 
     def _evaluated(self, plan: Plan) -> tuple[Figures, Measures]:
         if self._last is not None and _same(self._last[0], plan):

@@ -12,10 +12,11 @@ from itertools import accumulate, chain
 from operator import add
 from typing import NamedTuple
 
+from mtcompile.passes.memo import remembered
 from mtcompile.passes.planning.figures.summary import Leaving, Operand, Region, Summary, Value
 
 _OF_WEIGHTS = 1 | 2 | 4  # bits of what is decided about weights alone (see compiled.py)
-_PER_VALUE, _PER_LEAVING, _OF = 7, 11, 7  # numbers; the one of the operand that something leaving is of
+_PER_LEAVING, _OF = 11, 7  # numbers of what leaves; the one of the operand that it is of
 _MOST_OPERANDS = 16  # tables that are remembered
 
 
@@ -28,16 +29,11 @@ class Tables(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The tables of one region. Readers and groups count from its first ones."""
+    """The tables of one region. Readers and groups count from its first ones; ``leaving`` has no places of operands yet."""
 
-    about: tuple[int, int]  # phase, bytes of workspace
-    us: float
     readers: array[int]
     values: array[int]
-    activations: int  # the number of the first values
     leaving: array[int]
-    names: Sequence[str]  # of what leaves
-    of: Sequence[Operand]  # whose places its tables have in each summary
 
 
 class Layout:
@@ -54,31 +50,35 @@ class Layout:
         return len(self.homes), len(self.activations), *self.masks
 
     def tables(self, summary: Summary) -> Tables:
-        operands, places = self._operands_of(summary.operands)
-        parts = [self._part(region) for region in summary.regions]
-        phases, workspaces = zip(*(part.about for part in parts), strict=True) if parts else ((), ())
-        reads = _places(len(region.reads) for region in summary.regions)
-        readers = _places(len(part.readers) for part in parts)
-        values = _places(len(part.values) // _PER_VALUE for part in parts)
-        others = map(add, values, (*(part.activations for part in parts), 0))
-        leaving = _places(len(part.names) for part in parts)
-        rows = zip((*phases, 0), (*workspaces, 0), reads, readers, values, others, leaving, strict=True)
-        regions, us = array("q", chain.from_iterable(rows)), array("d", [part.us for part in parts])
-        read = array("q", [places[operand] for region in summary.regions for operand in region.reads])
-        made, gone = _joined(part.values for part in parts), _joined(part.leaving for part in parts)
-        gone[_OF::_PER_LEAVING] = array("q", [places[operand] for part in parts for operand in part.of])
-        reading = read, _joined(part.readers for part in parts), operands
-        return Tables((regions, us, *reading, made, gone), [name for part in parts for name in part.names])
+        (operands, places), regions = self._operands_of(summary.operands), summary.regions
+        parts, entries = list(map(self._part, regions)), [entry for region in regions for entry in region.leaving]
+        about = [region.phase for region in regions], [region.workspace for region in regions]
+        reads, readers = _places(len(region.reads) for region in regions), _places(len(part.readers) for part in parts)
+        values = _places(len(region.activations) + len(region.others) for region in regions)
+        others = map(add, values, (*(len(region.activations) for region in regions), 0))
+        firsts = reads, readers, values, others, _places(len(region.leaving) for region in regions)
+        rows = zip(*((*column, 0) for column in about), *firsts, strict=True)
+        leaving = _joined(part.leaving for part in parts)
+        leaving[_OF::_PER_LEAVING] = array("q", [places[entry.of] for entry in entries if entry.of is not None])
+        arrays = (
+            array("q", chain.from_iterable(rows)),
+            array("d", [region.us for region in regions]),
+            array("q", [places[operand] for region in regions for operand in region.reads]),
+            _joined(part.readers for part in parts),
+            operands,
+            _joined(part.values for part in parts),
+            leaving,
+        )
+        return Tables(arrays, [entry.name for entry in entries])
 
     def _operands_of(self, operands: Sequence[Operand]) -> tuple[array[int], dict[Operand, int]]:
-        if id(operands) not in self._operands:
-            if len(self._operands) >= _MOST_OPERANDS:
-                del self._operands[next(iter(self._operands))]
+        def laid_out() -> tuple[array[int], dict[Operand, int], Sequence[Operand]]:
             roles, numbers = dict[str, int](), array("q")
             for operand in operands:
                 numbers.extend(self._operand(operand, roles))
-            self._operands[id(operands)] = numbers, {operand: place for place, operand in enumerate(operands)}, operands
-        return self._operands[id(operands)][:2]
+            return numbers, {operand: place for place, operand in enumerate(operands)}, operands
+
+        return remembered(self._operands, id(operands), _MOST_OPERANDS, laid_out)[:2]
 
     def _part(self, region: Region) -> _Part:
         if self not in region.memo:
@@ -95,9 +95,7 @@ class Layout:
             values += _value(value, readers, -1, -1)
         for entry in region.leaving:
             leaving += self._entry(entry, readers)
-        of = [entry.of for entry in region.leaving if entry.of is not None]
-        made = array("q", values), len(region.activations), array("q", leaving), [entry.name for entry in region.leaving], of
-        return _Part((region.phase, region.workspace), region.us, array("q", readers), *made)
+        return _Part(array("q", readers), array("q", values), array("q", leaving))
 
     def _entry(self, entry: Leaving, readers: list[int]) -> Sequence[int]:
         first = len(readers)

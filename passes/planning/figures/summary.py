@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -15,6 +16,7 @@ from torch import fx
 from mtcompile.passes.analysis.cost import Machine, kernel_us
 from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.lower import Workspace
+from mtcompile.passes.memo import remembered
 from mtcompile.passes.planning.figures.drawn import Drawn, Placed
 from mtcompile.passes.planning.figures.sketch import Sketch
 from mtcompile.passes.step_graph import InputSpec, inputs_of, is_region, outputs_of
@@ -216,20 +218,12 @@ def summary_of(sketch: Sketch, outline: Outline, machine: Machine, workspace: Wo
     shapes = [_shape_of(each.region, outline) for each in sketch.regions]
     readers = sketch.readers
     used = tuple([readers.get(node, ()) for node in outline.inputs]), tuple([shape.updated for shape in shapes])
-    if used not in outline.reading:
-        if len(outline.reading) >= _MOST_READING:
-            del outline.reading[next(iter(outline.reading))]
-        made = _operands(outline, readers, shapes)
-        outline.reading[used] = made, list(dict.fromkeys(made.values()))
-    operands, each_once = outline.reading[used]
-    summarised = []
+    operands, each_once = remembered(outline.reading, used, _MOST_READING, lambda: _operands(outline, readers, shapes))
+    summarised = list[Region]()
     for each, shape in zip(sketch.regions, shapes, strict=True):
         of = tuple([operands[node] for node in shape.nodes])
-        if (region := each.memo.get(of)) is None:
-            if len(each.memo) >= _MOST_REGIONS:
-                del each.memo[next(iter(each.memo))]
-            region = each.memo[of] = _summarised(each, shape, of, machine, workspace)
-        summarised.append(region)
+        make = partial(_summarised, each, shape, of, machine, workspace)
+        summarised.append(remembered(each.memo, of, _MOST_REGIONS, make))
     first = next((position for position, region in enumerate(summarised) if region.phase), len(summarised))
     return Summary(summarised, each_once, outline.tangents, first)
 
@@ -299,8 +293,10 @@ def _leaving(shape: _Shape, readers: Mapping[Any, tuple[int, ...]], of: Sequence
     return sorted(places, key=places.__getitem__)
 
 
-def _operands(outline: Outline, readers: Mapping[Any, tuple[int, ...]], shapes: Sequence[_Shape]) -> dict[fx.Node, Operand]:
-    """Returns the operand that each input of a step is part of. ``shapes``: of the regions in order."""
+def _operands(
+    outline: Outline, readers: Mapping[Any, tuple[int, ...]], shapes: Sequence[_Shape]
+) -> tuple[dict[fx.Node, Operand], list[Operand]]:
+    """Returns the operand that each input of a step is part of, and each of them once. ``shapes``: of the regions in order."""
     making: dict[fx.Node, list[int]] = {}  # parameters -> the regions that make gradients of them
     for position, shape in enumerate(shapes):
         for node in shape.updated:
@@ -319,4 +315,4 @@ def _operands(outline: Outline, readers: Mapping[Any, tuple[int, ...]], shapes: 
                 operand.add(node.meta["nbytes"])
             known[shared] = operand
         operands |= dict.fromkeys(nodes, known[shared])
-    return operands
+    return operands, list(dict.fromkeys(operands.values()))
