@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from mtcompile.runtime.schedule import QUEUES, Instruction, Queue, Schedule
@@ -93,7 +93,7 @@ def exposed_us(trace: Trace, queue: Queue) -> float:
 
 def shifted(records: Iterable[Record], by_us: float) -> list[Record]:
     """Returns the records ``by_us`` later. This puts a phase, with a clock of its own, after the phase before it."""
-    return [replace(r, start_us=r.start_us + by_us, end_us=r.end_us + by_us) for r in records]
+    return [Record(r.index, r.queue, r.start_us + by_us, r.end_us + by_us, r.share) for r in records]
 
 
 def time_of(us: float) -> str:

@@ -84,5 +84,7 @@ def span_nbytes(tensor: torch.Tensor) -> int:
     """Returns the bytes from the first to the last element: what a copy that keeps its strides moves."""
     if tensor.numel() == 0:
         return 0
+    if tensor.is_contiguous():
+        return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()

@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from mtcompile.runtime.devices.arena import overlaps, span_nbytes
 from mtcompile.runtime.optim import torch_kernels
@@ -90,15 +91,10 @@ def nonfinite(tensors: Sequence[Tensor], by: By | None = None) -> int | None:
         rows = (_Values * len(real))(*(_Values(_SCANNED.index(t.dtype), t.numel(), t.data_ptr()) for t in real))
         first = int(c_library.mt_nonfinite(_threads(sum(t.numel() for t in real)), len(real), rows))
         return first if first < len(real) else None
-    largest = [torch.linalg.vector_norm(t, math.inf) if t.device != _CPU else _extremes(t) for t in real if t.numel()]
-    finite = [magnitude.isfinite().all() for magnitude in largest]
-    if not finite or bool(torch.stack(finite).all()):
-        return None
-    return [i for i, t in enumerate(real) if t.numel()][[bool(each) for each in finite].index(False)]
-
-
-def _extremes(tensor: Tensor) -> Tensor:
-    return torch.stack(torch.aminmax(tensor))
+    values = [t for t in real if t.numel()]
+    if values and all(t.device != _CPU for t in values) and bool(get_total_norm(values, math.inf).isfinite()):
+        return None  # a few launches and one flag for all of them
+    return next((i for i, t in enumerate(real) if t.numel() and not bool(torch.stack(torch.aminmax(t)).isfinite().all())), None)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import mtcompile
 from mtcompile.errors import StepError
+from mtcompile.runtime.optim.host_kernels import nonfinite
 from tests.device.models import make
 from tests.device.reference import on
 from tests.helpers.training import adamw, loss_of
@@ -66,3 +68,25 @@ def test_masters_are_updated_at_home_from_the_gradients_of_the_device(device: to
         expected = fp32.get_parameter(name).detach()
         assert not torch.equal(master, masters[name])
         assert (master - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_value_that_is_not_finite_is_found(dtype: torch.dtype, device: torch.device) -> None:
+    """In the first and last element of large and small gradients, among others of another dtype and without elements."""
+    largest = torch.finfo(dtype).max
+    good = [
+        torch.full((3, 70_001), largest, dtype=dtype),
+        torch.zeros(0),
+        torch.ones(1),
+        torch.full((5, 7), -largest, dtype=dtype).t(),
+    ]
+    assert nonfinite([each.to(device) for each in good]) is None
+    for position in (0, 2, 3):
+        for bad in (math.inf, -math.inf, math.nan):
+            for last in (False, True):
+                gradients = [each.to(device, copy=True) for each in good]
+                at = tuple(size - 1 if last else 0 for size in gradients[position].shape)
+                gradients[position][at] = bad
+                assert nonfinite(gradients) == position
+                gradients[3][2, 2] = math.nan
+                assert nonfinite(gradients) == position

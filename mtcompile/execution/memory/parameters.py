@@ -331,8 +331,9 @@ class ParameterStore:
     def _note_writes(self, place: ParameterPlace) -> None:
         """Takes the checksum of a parameter on disk that the user has written to since the last look."""
         version = place.parameter._version
-        verified = knobs.disk_verified()
-        if version != place.version and verified and self.disk is not None and self.disk.place_of(place.pointer) is not None:
+        if self.disk is None or version == place.version or not knobs.disk_verified():
+            return
+        if self.disk.place_of(place.pointer) is not None:
             self.disk.note(place.pointer, span_nbytes(place.parameter.data), place.name)
             place.version = version
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_memory(inputs: Mapping[str, Tensor], updated: Mapping[str, nn.Parameter]) -> None:
+def check_memory(inputs: Mapping[str, Tensor], updated: Set[str]) -> None:
     """Raise StepError if another input of the forward shares memory with a parameter that the backward updates: it may be read
     while it changes."""
     order = {name: place for place, name in enumerate(inputs)}
@@ -48,7 +48,7 @@ def check_memory(inputs: Mapping[str, Tensor], updated: Mapping[str, nn.Paramete
         before.clear()
         for _, start, nbytes, name in on_device:
             before = [each for each in before if each[0] > start]
-            shared += [sorted((name, other), key=order.__getitem__) for _, other in before if {name, other} & updated.keys()]
+            shared += [sorted((name, other), key=order.__getitem__) for _, other in before if {name, other} & updated]
             before.append((start + nbytes, name))
     for name, other in sorted(shared, key=lambda pair: order[pair[0]])[:1]:
         raise StepError(

@@ -85,7 +85,7 @@ class UpdatesInBackward:
 
     # ---------------------------------------------------------------------------------------------------- for the plan
 
-    def parameter_ids(self) -> Any:
+    def parameter_ids(self) -> frozenset[int] | None:
         """The ids of the parameters that the optimizer updates, which change whenever ``updated_names`` may change."""
         if self.optimizer is None:
             return None
@@ -96,11 +96,14 @@ class UpdatesInBackward:
         return frozenset(self._parameters())
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        updated, model = self.parameter_ids(), self.model()
-        if updated is None or model is None:
-            raise StepError('update="backward" needs an optimizer: pass optimizer= to compile, or call model.bind(optimizer)')
+        updated, model = self._updated_ids(), self.model()
         # nn.Module's method: the model's own waits for updates
-        return {name: p for name, p in nn.Module.named_parameters(model) if id(p) in updated}
+        return {} if model is None else {name: p for name, p in nn.Module.named_parameters(model) if id(p) in updated}
+
+    def _updated_ids(self) -> frozenset[int]:
+        if (updated := self.parameter_ids()) is None or self.model() is None:
+            raise StepError('update="backward" needs an optimizer: pass optimizer= to compile, or call model.bind(optimizer)')
+        return updated
 
     def plan_updates(self, state_copies: float) -> Updates:
         """The updates as a plan has them."""
@@ -168,7 +171,8 @@ class UpdatesInBackward:
                 "expected the compiled model itself, on every rank, after torch.distributed.init_process_group: it combines "
                 'gradients itself. Where a library wraps it, such as the Transformers Trainer, pass update="step"'
             )
-        check_memory(inputs, self._parameters())
+        updated = self._updated_ids()
+        check_memory(inputs, {name for name, tensor in inputs.items() if id(tensor) in updated})
 
     def begin_backward(
         self,
@@ -200,13 +204,13 @@ class UpdatesInBackward:
                 'Call backward() without inputs, or use update="step"'
             )
         check_parameters(parameters)
-        check_loss(outputs, tangents, self.options.nonfinite)
         groups: dict[int, tuple[int, Mapping[str, Any]]] = {}
         for index, group in enumerate(optimizer.param_groups):
             options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
             groups |= {id(parameter): (index, options) for parameter in group["params"]}
         if self.masters is not None:
             self.masters.check(optimizer, parameters.values())
+        check_loss(outputs, tangents, self.options.nonfinite)  # last, since a GPU computes beside the other checks until here
         self._backward = Backward(
             self._wholeness.steps + 1, self.options, optimizer, self.masters, parameters, groups, self._threads, self.grad_norm
         )
