@@ -330,11 +330,9 @@ class ParameterStore:
 
     def _note_writes(self, place: ParameterPlace) -> None:
         """Takes the checksum of a parameter on disk that the user has written to since the last look."""
-        version = place.parameter._version
-        if self.disk is None or version == place.version or not knobs.disk_verified():
-            return
-        if self.disk.place_of(place.pointer) is not None:
-            self.disk.note(place.pointer, span_nbytes(place.parameter.data), place.name)
+        disk, version = self.disk, place.parameter._version
+        if disk is not None and version != place.version and knobs.disk_verified() and disk.place_of(place.pointer) is not None:
+            disk.note(place.pointer, span_nbytes(place.parameter.data), place.name)
             place.version = version
 
     def _may_move_in(self, place: ParameterPlace, earlier: torch.nn.Parameter) -> bool:
