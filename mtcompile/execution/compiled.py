@@ -140,10 +140,12 @@ def retimed(compiled: CompiledStep, machine: Machine) -> Iterator[Instruction]:
 
 
 def _first(value: fx.Node) -> fx.Node:
-    """Returns the value that another is a copy of, or that it is cast from on the host."""
+    """Returns the value that another is a copy of, or that it is cast from on the host, unless in the forward."""
     value = source(value)
     while value.target is operator.getitem and is_convert(value.args[0]):  # type: ignore[arg-type]
         call: Any = value.args[0]
+        if call.meta["phase"] == PHASES[0]:
+            break
         value = source(call.args[int(value.args[1])])  # type: ignore[arg-type]
     return value
 

@@ -8,6 +8,7 @@ Resident values are left alone, and so is what a region needs in both widths.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from mtcompile.passes.analysis.kernels import attach, drop_dead, install
 from mtcompile.passes.analysis.memory import owner
 from mtcompile.passes.insert import add_call
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.rewrites.trim import trim
 from mtcompile.passes.step_graph import (
     body_outputs,
     calls,
     convert,
+    is_convert,
     is_region,
     kernel_of,
     offload,
@@ -32,7 +35,7 @@ from mtcompile.passes.step_graph import (
 )
 from mtcompile.runtime.schedule import aligned
 
-_CAST = torch.ops.aten._to_copy.default
+_CAST, _CLONE = torch.ops.aten._to_copy.default, torch.ops.aten.clone.default
 
 
 def cast_on_host(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -43,6 +46,9 @@ def cast_on_host(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             _narrow_prefetch(step, call)
         for call in [call for call in crossing if call.target is offload]:
             _narrow_offload(step, call)
+        if [call for call in calls(step) if call.target is offload and _waits_as_cast(step, call)]:
+            for call in [call for call in calls(trim(step, plan)) if call.target is prefetch]:
+                _drop_unread(step, call)
     return step
 
 
@@ -142,13 +148,58 @@ def _take_narrow(step: fx.GraphModule, region: fx.Node, positions: tuple[int, ..
             for cast in list(inputs[position].users):
                 inputs[position].meta = {**inputs[position].meta, "val": cast.meta["val"]}
                 if cast in returned_storages:  # what leaves has memory of its own
-                    cast.target, cast.kwargs = torch.ops.aten.clone.default, {}
+                    cast.target, cast.kwargs = _CLONE, {}
                 else:
                     cast.replace_all_uses_with(inputs[position])
                     body.erase_node(cast)
         output.meta = {}
         memo[key] = step.get_submodule(install(step, step.meta["kernels"], body))
     region.target = attach(step, memo[key])
+
+
+def _waits_as_cast(step: fx.GraphModule, call: fx.Node) -> bool:
+    """Lets what the host has cast wait there for the backward, where a copy of it, as it came in, would go home. Tells whether
+    that is so."""
+    (value, *others), (item, *_) = call.args, results(call)
+    if others or any(user.target is not prefetch for user in item.users) or not is_region(value.args[0]):
+        return False
+    region, position = value.args
+    output = body_outputs(kernel_of(step, region))[position]
+    if output.target is not _CLONE or output.args[0].op != "placeholder":
+        return False
+    came_in = region.args[placeholders(output.graph).index(output.args[0])]
+    if came_in.target is not operator.getitem or came_in.args[0].target is not prefetch:
+        return False
+    fetch, place = came_in.args
+    narrow = fetch.args[place]
+    if narrow.target is not operator.getitem or not is_convert(narrow.args[0]):
+        return False
+    for load in item.users:
+        for back in results(load):
+            if load.args[back.args[1]] is item:
+                back.meta = {**narrow.meta, "tier": "device", "pooled": back.meta["pooled"]}
+    item.replace_all_uses_with(narrow)
+    for node in (item, call):
+        step.graph.erase_node(node)
+    return True
+
+
+def _drop_unread(step: fx.GraphModule, call: fx.Node) -> None:
+    """Leaves out of a prefetch what nothing reads."""
+    items = results(call)
+    read = [item for item in items if item.users]
+    if len(read) == len(items):
+        return
+    values = tuple(call.args[int(item.args[1])] for item in read)
+    for item in items:
+        if not item.users:
+            step.graph.erase_node(item)
+    if not read:
+        step.graph.erase_node(call)
+        return
+    call.args = values
+    for position, item in enumerate(read):
+        item.args = call, position
 
 
 # -------------------------------------------------------------------------------------------------------- what leaves

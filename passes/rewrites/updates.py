@@ -70,7 +70,7 @@ def place_updates(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         if group not in late:
             stored = turns.get(id(group), group).call
             reads = [place[user] for param in group.params for user in param.users if user in place]
-            after.setdefault(max(place[stored], *reads), []).append(group)
+            after.setdefault(max([place[stored], *reads]), []).append(group)
     after.setdefault(end, []).extend(late)
 
     scale: dict[str, fx.Node] = _scales(step, groups) if plan.updates.held else {}

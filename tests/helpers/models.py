@@ -236,3 +236,29 @@ class Mixture(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+class Straight(nn.Module):
+    """Weights that the forward only casts, for its backward. The value of the first one is read nowhere."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, weight.to(torch.bfloat16))
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            (x, weight), grad = ctx.saved_tensors, grads[0].to(torch.bfloat16)
+            return (grad @ weight.t()).float(), (x.to(torch.bfloat16).t() @ grad).float()
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(64, 64) / 8) for _ in range(6))
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.tanh(self.Function.apply(x, weight) + self.linear(x))
+        return x.square().mean()

@@ -120,6 +120,7 @@ def _place_saved(
     read_in = _read_in(block.saved, index)
     shares = choices.options[index] = list[tuple[Option, int]]()
     # Keeping all may spare a fetch, even where keeping less makes nothing again that takes time.
+    cast = _cast_of(problem.step, block)
     variants = [(v, False) for v in (*block.hull, *((whole,) if whole.nbytes > block.hull[-1].nbytes else ()))]
     for operand, inner in operands.body.items():
         if operand.meta.get("role") == "activation" and (positions := operands.of[inner]) and not _readers(operand):
@@ -135,17 +136,38 @@ def _place_saved(
             terms.loads["compute", "backward"].append(Load(*read_in, {variable: variant.time_us}))
             (choices.saved if tier == "device" else choices.back)[index][variable] = float(variant.nbytes)
             if tier == "host":
-                _goes_home(problem.machine, terms, variable, variant.nbytes, (index, index), read_in)
+                by_host = [value for position in variant.positions if (value := block.saved[position]) in cast]
+                once = {cast[value]: value for value in by_host}
+                crossing = variant.nbytes - _nbytes(by_host)
+                _goes_home(problem.machine, terms, variable, (crossing + _nbytes(once.values()), crossing), (index, index))
+                _comes_back(problem.machine, terms, variable, variant.nbytes, read_in)
     program.equal.append(({variable: 1.0 for _, variable in shares}, 1.0))
 
 
-def _goes_home(
-    machine: Machine, terms: Terms, variable: int, nbytes: int, made_in: tuple[int, int], read_in: tuple[int, int]
-) -> None:
-    terms.held["host"][variable] += nbytes
-    for phase, queue, within in (("forward", "d2h", made_in), ("backward", "h2d", read_in)):
-        terms.loads[queue, phase].append(Load(*within, {variable: machine.copy_us(1, queue) * nbytes}))
-        terms.copied[phase][variable] += nbytes
+def _goes_home(machine: Machine, terms: Terms, variable: int, nbytes: tuple[int, int], within: tuple[int, int]) -> None:
+    """Adds what waits on the host. ``nbytes``: there, and of these, what crosses; the host has cast the rest itself."""
+    held, crossing = nbytes
+    terms.held["host"][variable] += held
+    terms.loads["d2h", "forward"].append(Load(*within, {variable: machine.copy_us(1, "d2h") * crossing}))
+    terms.copied["forward"][variable] += crossing
+
+
+def _comes_back(machine: Machine, terms: Terms, variable: int, nbytes: int, within: tuple[int, int]) -> None:
+    terms.loads["h2d", "backward"].append(Load(*within, {variable: machine.copy_us(1, "h2d") * nbytes}))
+    terms.copied["backward"][variable] += nbytes
+
+
+def _cast_of(step: fx.GraphModule, block: Block) -> dict[fx.Node, fx.Node]:
+    """Returns the values of a block that are casts of parameters to fewer bytes, which the host may make and let wait at home;
+    each with the placeholder of its parameter."""
+    outputs = body_outputs(kernel_of(step, block.region))
+    casts = {cast: inner for inner in param_homes(step, block.region) for cast in narrowing_casts(inner)}
+    made = {value: outputs[int(value.args[1])] for value in (*block.saved, *block.crossing)}
+    return {value: casts[output] for value, output in made.items() if output in casts}
+
+
+def _nbytes(values: Iterable[fx.Node]) -> int:
+    return sum(value.meta["nbytes"] for value in values)
 
 
 def _fetch_again(problem: PlanningProblem, block: Block, terms: Terms, operands: _Operands) -> None:
@@ -202,6 +224,7 @@ def _place_crossing(
     program, index = terms.program, block.index
     places = choices.crossing[index] = list[tuple[int, int, int]]()
     repeated, last = program.variable(None), max(block.index for block in blocks)  # µs of making any of them again
+    cast = _cast_of(problem.step, block)
     terms.loads["compute", "backward"].append(Load(index, last, {repeated: 1.0}))
     choices.repeated.append(repeated)
     for value in block.crossing:
@@ -236,7 +259,10 @@ def _place_crossing(
         last_read = max((user.meta["block"] for user in value.users if "block" in user.meta), default=index)
         if last_read in choices.given and away in choices.given[last_read]:
             choices.given_first[last_read][away] = float(nbytes)
-        _goes_home(problem.machine, terms, away, nbytes, (index, index), read_in)
+        once = value not in cast or list(cast.values()).count(cast[value]) == 1
+        crossing = 0 if value in cast else nbytes
+        _goes_home(problem.machine, terms, away, (nbytes if once else 0, crossing), (index, index))
+        _comes_back(problem.machine, terms, away, nbytes, read_in)
         if not block.saved and (making.bounds or making.calls):
             _fetch_for_call(problem, block, value, again, (index, last), terms)
 

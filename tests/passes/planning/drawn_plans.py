@@ -17,6 +17,7 @@ from mtcompile.passes.cuts.fragments.cut import Cut, cut_weights
 from mtcompile.passes.joint.build import build
 from mtcompile.passes.plan import Decision, Plan, Updates
 from mtcompile.passes.planning.candidates import Candidates
+from tests.helpers.models import Straight
 from tests.helpers.tracing import trace, traced_case
 
 SLOW = replace(PRESETS["rtx4090"], host_gbps=2.0, h2d_gbps=1.0, d2h_gbps=1.0)
@@ -47,6 +48,11 @@ class Mixed(nn.Module):
 def mixed() -> Any:
     torch.manual_seed(0)
     return trace(Mixed(), {"x": torch.randn(64, 64)}).step
+
+
+@functools.cache
+def straight() -> Any:
+    return trace(Straight(), {"x": torch.randn(16, 64)}).step
 
 
 class Crossing(nn.Module):
@@ -121,6 +127,7 @@ BOUNDED = {
     "tied": lambda: traced_case("tied").step,
     "cnn": lambda: traced_case("cnn").step,
     "mixed": mixed,
+    "straight": straight,
     "crossing": crossing,
     "skips": skips,
 }

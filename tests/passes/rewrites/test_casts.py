@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +18,11 @@ from mtcompile.passes.plan import Plan, plan_from_json
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.proof.same_computation import SameComputationError, same_computation
-from mtcompile.passes.step_graph import convert
+from mtcompile.passes.step_graph import convert, kernel_of, placeholders, regions
+from mtcompile.runtime.schedule import Instruction
 from tests.helpers.decoder import adamw, batch, same, state
 from tests.helpers.decoder import small_decoder as made
+from tests.helpers.models import Straight
 from tests.helpers.tracing import trace
 
 pytestmark = pytest.mark.slow  # it compiles many models
@@ -146,6 +149,53 @@ def test_what_a_region_reads_in_both_widths_crosses_whole() -> None:
     x = torch.randn(4, 64)
     assert_alike(plain, model, x)
     assert 4 * 64 * 64 in copied(model, "param")["home"]
+
+
+def waiting(instructions: Iterable[Instruction]) -> list[str]:
+    """The casts of the forward that wait on the host for the backward."""
+    instructions = list(instructions)
+    cast = {name for i in instructions if i.work == "convert" and i.phase == "forward" for name in i.writes}
+    return [name for i in instructions if i.op == "copy" and i.phase == "backward" for name in i.reads if name in cast]
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_what_the_host_has_cast_waits_there_for_the_backward(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not leave the device, and gradients are of the weights as the forward read them."""
+    monkeypatch.setenv("MT_CHECK", "1")
+    plain, x = Halved(), torch.randn(16, 64)
+    bound = adamw(plain.parameters())
+    model, optimizer = compiled(model=Halved(), memory="70KiB", update=update)
+    for _ in range(3):
+        wanted, found = plain(x), model(x)
+        for loss, own in ((wanted, bound), (found, optimizer)):
+            loss.backward()
+            own.step()
+            own.zero_grad()
+        assert torch.equal(wanted, found)
+    assert same(state(plain, bound), state(model, optimizer))
+    instructions = model.schedule.instructions
+    assert len(waiting(instructions)) >= 4
+    sent = [i for i in instructions if i.queue == "d2h" and i.phase == "forward"]
+    assert all(nbytes != 2 * 64 * 64 for i in sent for nbytes in (model.schedule.buffers[name].nbytes for name in i.reads))
+    report = model.memory_report()
+    assert report["peak_host_bytes"] <= report["planned_peak_host_bytes"]
+
+
+def test_a_weight_that_is_only_cast_for_the_backward() -> None:
+    plain, x = Straight(), torch.randn(16, 64)
+    bound = adamw(plain.parameters())
+    model, optimizer = compiled(model=Straight(), memory="120KiB", update="backward")
+    for own, of in ((plain, bound), (model, optimizer)):
+        own(x).backward()
+        of.step()
+    assert same(state(plain, bound), state(model, optimizer))
+    assert waiting(model.schedule.instructions)
+
+
+def test_a_region_takes_nothing_for_a_view_that_another_region_reads() -> None:
+    traced = trace(Straight(), {"x": torch.randn(16, 64)})
+    for region in regions(traced.step):
+        assert all(node.users for node in placeholders(kernel_of(traced.step, region).graph))
 
 
 def test_the_proof_knows_a_cast_from_another() -> None:
