@@ -79,8 +79,9 @@ def _ways(operand: fx.Node) -> set[str]:
 
 
 def narrowing_casts(operand: fx.Node) -> list[fx.Node]:
-    """Returns the casts to fewer bytes among the readers of an operand of a body."""
-    return [node for node in operand.users if _is_cast(node) and _size(node) < _size(operand)]
+    """Returns the casts to narrower elements among the readers of an operand of a body. A small one may take no fewer bytes,
+    but time on the device."""
+    return [node for node in operand.users if _is_cast(node) and _is_narrower(node, operand)]
 
 
 def param_homes(step: fx.GraphModule, region: fx.Node) -> dict[fx.Node, str]:
@@ -131,7 +132,7 @@ def _needs(
             home, output = grads[value], outputs[int(value.args[1])]
             wide[home] += value.meta["nbytes"]
             source: Any = output.args[0] if _is_cast(output) else output
-            if isinstance(source, fx.Node) and "val" in source.meta and _size(source) < _size(output):
+            if isinstance(source, fx.Node) and "val" in source.meta and _is_narrower(source, output):
                 stored[home] += _size(source)
                 casts[home] += node_cost(output)
                 cast_nbytes[home] += _size(source)
@@ -156,6 +157,10 @@ def closure(nodes: list[fx.Node]) -> set[fx.Node]:
 
 def _is_cast(node: fx.Node) -> bool:
     return node.target is torch.ops.aten._to_copy.default
+
+
+def _is_narrower(node: fx.Node, other: fx.Node) -> bool:
+    return bool(node.meta["val"].element_size() < other.meta["val"].element_size())
 
 
 def _size(node: fx.Node) -> int:

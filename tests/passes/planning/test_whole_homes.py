@@ -45,6 +45,32 @@ def chain(layers: int, width: int, batch: int) -> Any:
     return trace(Chain(layers, width), {"x": torch.randn(batch, width)}).step
 
 
+class Biased(nn.Module):
+    """Layers with biases of a few bytes, computed in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(64, 8), *(nn.Linear(8, 8) for _ in range(6))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for layer in self.layers:
+                x = layer(x).relu()
+        return x.float().square().mean()
+
+
+def test_a_bound_counts_that_the_host_may_cast_what_takes_no_fewer_bytes_then() -> None:
+    """The device launches an operation less."""
+    slow_to_launch = replace(_MACHINE, h2d_gbps=10.0, d2h_gbps=10.0, host_gbps=20.0, issue_us=5.0)
+    step = trace(Biased(), {"x": torch.randn(4, 64)}).step
+    for updates in (None, Updates(run_ahead=True)):
+        candidates = Candidates(PlanningProblem(step, slow_to_launch, Budgets(updates=updates)))
+        plan = candidates.evaluate(replace(candidates.base, narrow=True)).plan
+        certificate = candidates.certificate(plan.peak_bytes["device"], None, inf)
+        assert certificate is not None and certificate.bound_us <= plan.total_us < 0.95 * candidates.resident.plan.total_us
+
+
 @pytest.mark.parametrize("run_ahead", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_bound_of_whole_homes_is_near_the_best_of_all_places_and_not_above_it(run_ahead: bool) -> None:
     candidates = Candidates(PlanningProblem(chain(4, 64, 8), _MACHINE, Budgets(updates=Updates(run_ahead=run_ahead))))

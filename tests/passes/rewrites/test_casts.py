@@ -167,7 +167,10 @@ def test_what_the_host_has_cast_waits_there_for_the_backward(update: str, monkey
     model, optimizer = compiled(model=Halved(), memory="70KiB", update=update)
     for _ in range(3):
         wanted, found = plain(x), model(x)
-        for loss, own in ((wanted, bound), (found, optimizer)):
+        for loss, of, own in ((wanted, plain, bound), (found, model, optimizer)):
+            if update == "step":  # else the update reads it
+                with torch.no_grad():
+                    of.layers[2].weight.mul_(1.5)
             loss.backward()
             own.step()
             own.zero_grad()
