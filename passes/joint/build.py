@@ -106,7 +106,7 @@ def build(
         region, blocks = {node: (phase, 0) for node, (phase, _) in region.items()}, ("model",)
     outputs = step_outputs(joint)
     at_end = set(outputs)
-    ordered = [(rid, _made(nodes, at_end)) for rid, nodes in in_order(joint.graph, region)]
+    ordered = [(rid, _made(nodes, at_end) if rid[0] == "forward" else nodes) for rid, nodes in in_order(joint.graph, region)]
     training = any(phase == "backward" for (phase, _), _ in ordered)
 
     needed = {rid: _externals(nodes, rid, region) for rid, nodes in ordered}
@@ -228,7 +228,8 @@ def _homes(
 
 
 def _made(nodes: list[fx.Node], outputs: Collection[fx.Node]) -> list[fx.Node]:
-    """The nodes of a region without its views that only other regions read, which make them there."""
+    """The nodes of a forward without its views that only other regions read, which make them there: what it takes for them
+    alone would be a value that crosses to it."""
     used: set[fx.Node] = set()
     for node in reversed(nodes):
         if not is_view(node) or node in outputs or any(user in used for user in node.users):

@@ -13,10 +13,11 @@ from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.blocks import Choices
 from mtcompile.passes.planning.linear.exposed import Gap
+from mtcompile.passes.planning.linear.needs import closure
 from mtcompile.passes.planning.linear.program import Counted, added
 from mtcompile.passes.planning.linear.terms import Terms
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.step_graph import kernel_of, placeholders, results
+from mtcompile.passes.step_graph import body_outputs, kernel_of, must_run, placeholders, results
 
 Held = tuple[Mapping[int, float], float]  # bytes by variable, and constant bytes
 
@@ -145,7 +146,7 @@ def _beside(problem: PlanningProblem, backward: Sequence[fx.Node]) -> tuple[int,
     if len(backward) != 1:
         return workspace, False
     outputs = [value for value in results(backward[0]) if value.users]
-    return workspace + _arriving(backward[0]) + sum(value.meta["nbytes"] for value in outputs), True
+    return workspace + _arriving(problem.step, backward[0]) + sum(value.meta["nbytes"] for value in outputs), True
 
 
 def _inside(problem: PlanningProblem, block: Block, region: fx.Node, insides: dict[tuple[str, tuple[int, ...]], int]) -> int:
@@ -160,13 +161,16 @@ def _inside(problem: PlanningProblem, block: Block, region: fx.Node, insides: di
         inputs = placeholders(kernel.graph)
         given = {inputs[place]: value.meta["nbytes"] for place, value in enumerate(operands) if place in positions}
         insides[key] = max(body_lives(kernel.graph, given), default=0)
-    return insides[key] + _arriving(region)
+    return insides[key] + _arriving(problem.step, region)
 
 
-def _arriving(region: fx.Node) -> int:
-    """The bytes of what other backwards made for a region."""
-    inputs = [v for v in region.all_input_nodes if v.meta.get("role") == "activation" and _phase(v) == "backward"]
-    return sum(value.meta["nbytes"] for value in inputs)
+def _arriving(step: fx.GraphModule, region: fx.Node) -> int:
+    """The bytes of what other backwards made for a region, and it needs: not for a view that only other regions read."""
+    body = kernel_of(step, region)
+    needed = closure([*body_outputs(body), *filter(must_run, body.graph.nodes)])
+    values = [value for value, inner in zip(region.args, placeholders(body.graph), strict=True) if inner in needed]
+    made = (value for value in values if value.meta.get("role") == "activation" and _phase(value) == "backward")
+    return sum(value.meta["nbytes"] for value in made)
 
 
 def _phase(value: fx.Node) -> str:

@@ -195,9 +195,9 @@ def test_a_weight_that_is_only_cast_for_the_backward() -> None:
     assert waiting(model.schedule.instructions)
 
 
-def test_a_region_takes_nothing_for_a_view_that_another_region_reads() -> None:
+def test_a_forward_takes_nothing_for_a_view_that_another_region_reads() -> None:
     traced = trace(Straight(), {"x": torch.randn(16, 64)})
-    for region in regions(traced.step):
+    for region in [region for region in regions(traced.step) if region.meta["phase"] == "forward"]:
         assert all(node.users for node in placeholders(kernel_of(traced.step, region).graph))
 
 
