@@ -104,9 +104,8 @@ def build(
     homes = {} if input_homes.all_on_device else _homes(joint, region, blocks, input_homes)
     if whole:
         region, blocks = {node: (phase, 0) for node, (phase, _) in region.items()}, ("model",)
+    ordered = in_order(joint.graph, region)
     outputs = step_outputs(joint)
-    at_end = set(outputs)
-    ordered = [(rid, _made(nodes, at_end) if rid[0] == "forward" else nodes) for rid, nodes in in_order(joint.graph, region)]
     training = any(phase == "backward" for (phase, _), _ in ordered)
 
     needed = {rid: _externals(nodes, rid, region) for rid, nodes in ordered}
@@ -225,16 +224,6 @@ def _homes(
     blocks_in_order = {block: position for position, block in enumerate(dict.fromkeys(homes.values()))}
     ordered = sorted(homes, key=lambda name: (blocks_in_order[homes[name]], -len(readers[name]), readers[name]))
     return {name: homes[name] for name in ordered}
-
-
-def _made(nodes: list[fx.Node], outputs: Collection[fx.Node]) -> list[fx.Node]:
-    """The nodes of a forward without its views that only other regions read, which make them there: what it takes for them
-    alone would be a value that crosses to it."""
-    used: set[fx.Node] = set()
-    for node in reversed(nodes):
-        if not is_view(node) or node in outputs or any(user in used for user in node.users):
-            used.add(node)
-    return [node for node in nodes if node in used]
 
 
 def _externals(nodes: list[fx.Node], rid: RegionId, region: Mapping[fx.Node, RegionId]) -> list[fx.Node]:

@@ -172,7 +172,7 @@ def _waits_as_cast(step: fx.GraphModule, call: fx.Node) -> bool:
         return False
     fetch, place = came_in.args
     narrow = fetch.args[place]
-    if narrow.target is not operator.getitem or not is_convert(narrow.args[0]):
+    if narrow.target is not operator.getitem or not is_convert(narrow.args[0]) or not _alike(narrow, item):
         return False
     for load in item.users:
         for back in results(load):
@@ -182,6 +182,12 @@ def _waits_as_cast(step: fx.GraphModule, call: fx.Node) -> bool:
     for node in (item, call):
         step.graph.erase_node(node)
     return True
+
+
+def _alike(value: fx.Node, other: fx.Node) -> bool:
+    """Tells whether two values lie in memory alike: a clone may be strided in another way."""
+    one, two = value.meta["val"], other.meta["val"]
+    return (one.dtype, one.shape, one.stride()) == (two.dtype, two.shape, two.stride())
 
 
 def _drop_unread(step: fx.GraphModule, call: fx.Node) -> None:

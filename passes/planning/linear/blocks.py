@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from mtcompile.passes.analysis.cost import Cost, Machine, node_cost
@@ -19,6 +20,7 @@ from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant, recomputed, save_all, trade_off
 from mtcompile.passes.step_graph import body_outputs, kernel_of, placeholders, results
 
+_CLONE = torch.ops.aten.clone.default
 _FEWEST_BYTES = 0.01  # of a home: parameters with fewer are fetched again for nothing
 
 
@@ -158,10 +160,11 @@ def _comes_back(machine: Machine, terms: Terms, variable: int, nbytes: int, with
 
 
 def _cast_of(step: fx.GraphModule, block: Block) -> dict[fx.Node, fx.Node]:
-    """Returns the values of a block that are casts of parameters to fewer bytes, which the host may make and let wait at home;
-    each with the placeholder of its parameter."""
+    """Returns the values of a block that are narrowing casts of parameters, or clones of these, which the host may make and let
+    wait at home; each with the placeholder of its parameter."""
     outputs = body_outputs(kernel_of(step, block.region))
     casts = {cast: inner for inner in param_homes(step, block.region) for cast in narrowing_casts(inner)}
+    casts |= {user: inner for cast, inner in casts.items() for user in cast.users if user.target is _CLONE}
     made = {value: outputs[int(value.args[1])] for value in (*block.saved, *block.crossing)}
     return {value: casts[output] for value, output in made.items() if output in casts}
 

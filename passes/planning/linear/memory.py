@@ -13,11 +13,11 @@ from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.blocks import Choices
 from mtcompile.passes.planning.linear.exposed import Gap
-from mtcompile.passes.planning.linear.needs import closure
+from mtcompile.passes.planning.linear.needs import needed_operands
 from mtcompile.passes.planning.linear.program import Counted, added
 from mtcompile.passes.planning.linear.terms import Terms
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.step_graph import body_outputs, kernel_of, must_run, placeholders, results
+from mtcompile.passes.step_graph import kernel_of, placeholders, results
 
 Held = tuple[Mapping[int, float], float]  # bytes by variable, and constant bytes
 
@@ -165,12 +165,9 @@ def _inside(problem: PlanningProblem, block: Block, region: fx.Node, insides: di
 
 
 def _arriving(step: fx.GraphModule, region: fx.Node) -> int:
-    """The bytes of what other backwards made for a region, and it needs: not for a view that only other regions read."""
-    body = kernel_of(step, region)
-    needed = closure([*body_outputs(body), *filter(must_run, body.graph.nodes)])
-    values = [value for value, inner in zip(region.args, placeholders(body.graph), strict=True) if inner in needed]
-    made = (value for value in values if value.meta.get("role") == "activation" and _phase(value) == "backward")
-    return sum(value.meta["nbytes"] for value in made)
+    """The bytes of what other backwards made for a region."""
+    inputs = [value for value in needed_operands(step, region) if value.meta.get("role") == "activation"]
+    return sum(value.meta["nbytes"] for value in inputs if _phase(value) == "backward")
 
 
 def _phase(value: fx.Node) -> str:

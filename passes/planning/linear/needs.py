@@ -12,9 +12,18 @@ from torch import fx
 
 from mtcompile.passes.analysis.cost import Cost, Machine, kernel_cost, kernel_us, node_cost
 from mtcompile.passes.analysis.rows import rows_of
-from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.generators import save_rng
-from mtcompile.passes.step_graph import body_outputs, is_view, kernel_of, must_run, outputs_of, placeholders, regions, results
+from mtcompile.passes.step_graph import (
+    body_outputs,
+    is_region,
+    is_view,
+    kernel_of,
+    must_run,
+    outputs_of,
+    placeholders,
+    regions,
+    results,
+)
 from mtcompile.passes.step_graph import span_nbytes as nbytes_of
 from mtcompile.runtime.schedule import aligned
 
@@ -104,7 +113,7 @@ def _needs(
 ) -> Needs:
     kernel = kernel_of(step, region)
     outputs = body_outputs(kernel)
-    saved = set(saved_values(region)) if region.meta["phase"] == "forward" else set()
+    saved = {value for value in results(region) if _is_saved(step, value)} if region.meta["phase"] == "forward" else set()
     wanted = [v for v in results(region) if v.users and v not in saved and v.meta["role"] != "rng"]
     key = (str(region.target), tuple(int(v.args[1]) for v in wanted))
     if key not in bodies:
@@ -142,6 +151,25 @@ def _needs(
             else:
                 stored[home] += by_rows.get(value, value.meta["nbytes"])
     return Needs(cost, read, stored, wide, casts, cast_nbytes, wider, host, grads_wider, grads_host)
+
+
+def _is_saved(step: fx.GraphModule, value: fx.Node) -> bool:
+    """Tells whether only backwards need a value."""
+    readers = [user for user in value.users if not is_region(user) or value in needed_operands(step, user)]
+    in_backwards = all(is_region(user) and user.meta["phase"] == "backward" for user in readers)
+    return bool(value.meta["role"] == "activation" and readers and in_backwards)
+
+
+def needed_operands(step: fx.GraphModule, region: fx.Node) -> set[fx.Node]:
+    """Returns the operands that operations of a region need. A view that only other regions read, which make it there, needs
+    none."""
+    memo, key = step.meta["memo"], ("needed", str(region.target))
+    if key not in memo:
+        body = kernel_of(step, region)
+        needed = closure([*body_outputs(body), *filter(must_run, body.graph.nodes)])
+        memo[key] = [inner in needed for inner in placeholders(body.graph)]
+    operands: Any = zip(region.args, memo[key], strict=True)
+    return {operand for operand, needed in operands if needed}
 
 
 def closure(nodes: list[fx.Node]) -> set[fx.Node]:
