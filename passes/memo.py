@@ -1,4 +1,4 @@
-"""What is remembered, up to a number: the oldest goes first."""
+"""Remembers results up to a number: the oldest goes first."""
 
 from __future__ import annotations
 
