@@ -18,7 +18,7 @@ from mtcompile.passes.analysis.kernels import attach, drop_dead, install
 from mtcompile.passes.analysis.memory import owner
 from mtcompile.passes.insert import add_call
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.rewrites.trim import trim
+from mtcompile.passes.rewrites.trim import drop_unread, trim
 from mtcompile.passes.step_graph import (
     body_outputs,
     calls,
@@ -33,6 +33,7 @@ from mtcompile.passes.step_graph import (
     source,
     span_nbytes,
 )
+from mtcompile.runtime.devices.arena import layout_of
 from mtcompile.runtime.schedule import aligned
 
 _CAST, _CLONE = torch.ops.aten._to_copy.default, torch.ops.aten.clone.default
@@ -46,9 +47,13 @@ def cast_on_host(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             _narrow_prefetch(step, call)
         for call in [call for call in crossing if call.target is offload]:
             _narrow_offload(step, call)
-        if [call for call in calls(step) if call.target is offload and _waits_as_cast(step, call)]:
-            for call in [call for call in calls(trim(step, plan)) if call.target is prefetch]:
-                _drop_unread(step, call)
+        offloads = [call for call in calls(step) if call.target is offload]
+        if waiting := {call: cast for call in offloads if (cast := _cast_that_leaves(step, call)) is not None}:
+            for call, cast in waiting.items():
+                _wait_as_cast(step, call, cast)
+            trim(step, plan)
+            for call in [call for call in calls(step) if call.target is prefetch]:
+                _leave_out_unread(step, call)
     return step
 
 
@@ -157,55 +162,46 @@ def _take_narrow(step: fx.GraphModule, region: fx.Node, positions: tuple[int, ..
     region.target = attach(step, memo[key])
 
 
-def _waits_as_cast(step: fx.GraphModule, call: fx.Node) -> bool:
-    """Lets what the host has cast wait there for the backward, where a copy of it, as it came in, would go home. Tells whether
-    that is so."""
+def _cast_that_leaves(step: fx.GraphModule, call: fx.Node) -> fx.Node | None:
+    """The value at home, as the host has cast it, of which an offload for the backward sends a copy there; else None."""
     (value, *others), (item, *_) = call.args, results(call)
     if others or any(user.target is not prefetch for user in item.users) or not is_region(value.args[0]):
-        return False
+        return None
     region, position = value.args
     output = body_outputs(kernel_of(step, region))[position]
     if output.target is not _CLONE or output.args[0].op != "placeholder":
-        return False
+        return None
     came_in = region.args[placeholders(output.graph).index(output.args[0])]
     if came_in.target is not operator.getitem or came_in.args[0].target is not prefetch:
-        return False
+        return None
     fetch, place = came_in.args
-    narrow = fetch.args[place]
-    if narrow.target is not operator.getitem or not is_convert(narrow.args[0]) or not _alike(narrow, item):
-        return False
+    cast: fx.Node = fetch.args[place]
+    if cast.target is not operator.getitem or not is_convert(cast.args[0]):
+        return None
+    # A clone may be strided in another way.
+    return cast if layout_of(cast.meta["val"]) == layout_of(item.meta["val"]) else None
+
+
+def _wait_as_cast(step: fx.GraphModule, call: fx.Node, cast: fx.Node) -> None:
+    """Lets a cast wait at home for the backward in place of the copy that an offload sends there."""
+    (item,) = results(call)
     for load in item.users:
         for back in results(load):
             if load.args[back.args[1]] is item:
-                back.meta = {**narrow.meta, "tier": "device", "pooled": back.meta["pooled"]}
-    item.replace_all_uses_with(narrow)
+                back.meta = dict(cast.meta, tier="device", pooled=back.meta["pooled"])
+    item.replace_all_uses_with(cast)
     for node in (item, call):
         step.graph.erase_node(node)
-    return True
 
 
-def _alike(value: fx.Node, other: fx.Node) -> bool:
-    """Tells whether two values lie in memory alike: a clone may be strided in another way."""
-    one, two = value.meta["val"], other.meta["val"]
-    return (one.dtype, one.shape, one.stride()) == (two.dtype, two.shape, two.stride())
-
-
-def _drop_unread(step: fx.GraphModule, call: fx.Node) -> None:
+def _leave_out_unread(step: fx.GraphModule, call: fx.Node) -> None:
     """Leaves out of a prefetch what nothing reads."""
-    items = results(call)
-    read = [item for item in items if item.users]
-    if len(read) == len(items):
-        return
-    values = tuple(call.args[int(item.args[1])] for item in read)
-    for item in items:
-        if not item.users:
-            step.graph.erase_node(item)
-    if not read:
-        step.graph.erase_node(call)
-        return
-    call.args = values
-    for position, item in enumerate(read):
-        item.args = call, position
+    values = tuple(call.args[int(item.args[1])] for item in results(call) if item.users)
+    if len(values) < len(call.args):
+        drop_unread(step, call)
+        call.args = values
+        if not values:
+            step.graph.erase_node(call)
 
 
 # -------------------------------------------------------------------------------------------------------- what leaves

@@ -27,14 +27,19 @@ def trim(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         kernel, used_inputs = less
         if kernel is whole:
             continue
-        for item in items:
-            if not item.users:
-                step.graph.erase_node(item)
-        for position, item in enumerate(used):
-            item.args = (region, position)
+        drop_unread(step, region)
         region.args = tuple(region.args[i] for i in used_inputs)
         region.target = attach(step, kernel)
     return step
+
+
+def drop_unread(step: fx.GraphModule, call: fx.Node) -> None:
+    """Drops the results of a call that nothing reads. The others keep their order."""
+    for item in results(call):
+        if not item.users:
+            step.graph.erase_node(item)
+    for position, item in enumerate(results(call)):
+        item.args = (call, position)
 
 
 def trimmed(

@@ -96,14 +96,16 @@ class UpdatesInBackward:
         return frozenset(self._parameters())
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        updated, model = self._updated_ids(), self.model()
+        model, updated = self._updated()
         # nn.Module's method: the model's own waits for updates
-        return {} if model is None else {name: p for name, p in nn.Module.named_parameters(model) if id(p) in updated}
+        return {name: p for name, p in nn.Module.named_parameters(model) if id(p) in updated}
 
-    def _updated_ids(self) -> frozenset[int]:
-        if (updated := self.parameter_ids()) is None or self.model() is None:
+    def _updated(self) -> tuple[nn.Module, frozenset[int]]:
+        """The model, and the ids of the parameters that the optimizer updates."""
+        updated, model = self.parameter_ids(), self.model()
+        if updated is None or model is None:
             raise StepError('update="backward" needs an optimizer: pass optimizer= to compile, or call model.bind(optimizer)')
-        return updated
+        return model, updated
 
     def plan_updates(self, state_copies: float) -> Updates:
         """The updates as a plan has them."""
@@ -171,7 +173,7 @@ class UpdatesInBackward:
                 "expected the compiled model itself, on every rank, after torch.distributed.init_process_group: it combines "
                 'gradients itself. Where a library wraps it, such as the Transformers Trainer, pass update="step"'
             )
-        updated = self._updated_ids()
+        _, updated = self._updated()
         check_memory(inputs, {name for name, tensor in inputs.items() if id(tensor) in updated})
 
     def begin_backward(

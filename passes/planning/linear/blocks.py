@@ -62,10 +62,12 @@ class _Operands:
     """The saved values that are made from each operand of a block. ``body``: operand -> placeholder. ``of``: placeholder -> the
     positions of the saved values that are made from it and not from one another: nothing that is made again needs the operand
     exactly if all of these are kept. ``single``: the variables for the shares in which saved values are, by position.
-    ``sparing``: the variables for the options that keep all of these for a value of another block."""
+    ``sparing``: the variables for the options that keep all of these for a value of another block. ``casts``: as ``_cast_of``
+    gives them."""
 
     body: Mapping[fx.Node, fx.Node]
     of: Mapping[fx.Node, frozenset[int]]
+    casts: Mapping[fx.Node, fx.Node]
     single: dict[int, int]
     sparing: list[int] = field(default_factory=list)
 
@@ -122,7 +124,6 @@ def _place_saved(
     read_in = _read_in(block.saved, index)
     shares = choices.options[index] = list[tuple[Option, int]]()
     # Keeping all may spare a fetch, even where keeping less makes nothing again that takes time.
-    cast = _cast_of(problem.step, block)
     variants = [(v, False) for v in (*block.hull, *((whole,) if whole.nbytes > block.hull[-1].nbytes else ()))]
     for operand, inner in operands.body.items():
         if operand.meta.get("role") == "activation" and (positions := operands.of[inner]) and not _readers(operand):
@@ -138,8 +139,8 @@ def _place_saved(
             terms.loads["compute", "backward"].append(Load(*read_in, {variable: variant.time_us}))
             (choices.saved if tier == "device" else choices.back)[index][variable] = float(variant.nbytes)
             if tier == "host":
-                by_host = [value for position in variant.positions if (value := block.saved[position]) in cast]
-                once = {cast[value]: value for value in by_host}
+                by_host = [value for position in variant.positions if (value := block.saved[position]) in operands.casts]
+                once = {operands.casts[value]: value for value in by_host}
                 crossing = variant.nbytes - _nbytes(by_host)
                 _goes_home(problem.machine, terms, variable, (crossing + _nbytes(once.values()), crossing), (index, index))
                 _comes_back(problem.machine, terms, variable, variant.nbytes, read_in)
@@ -165,8 +166,8 @@ def _cast_of(step: fx.GraphModule, block: Block) -> dict[fx.Node, fx.Node]:
     outputs = body_outputs(kernel_of(step, block.region))
     casts = {cast: inner for inner in param_homes(step, block.region) for cast in narrowing_casts(inner)}
     casts |= {user: inner for cast, inner in casts.items() for user in cast.users if user.target is _CLONE}
-    made = {value: outputs[int(value.args[1])] for value in (*block.saved, *block.crossing)}
-    return {value: casts[output] for value, output in made.items() if output in casts}
+    leaving = {value: outputs[int(value.args[1])] for value in (*block.saved, *block.crossing)}
+    return {value: casts[output] for value, output in leaving.items() if output in casts}
 
 
 def _nbytes(values: Iterable[fx.Node]) -> int:
@@ -227,7 +228,6 @@ def _place_crossing(
     program, index = terms.program, block.index
     places = choices.crossing[index] = list[tuple[int, int, int]]()
     repeated, last = program.variable(None), max(block.index for block in blocks)  # µs of making any of them again
-    cast = _cast_of(problem.step, block)
     terms.loads["compute", "backward"].append(Load(index, last, {repeated: 1.0}))
     choices.repeated.append(repeated)
     for value in block.crossing:
@@ -262,8 +262,9 @@ def _place_crossing(
         last_read = max((user.meta["block"] for user in value.users if "block" in user.meta), default=index)
         if last_read in choices.given and away in choices.given[last_read]:
             choices.given_first[last_read][away] = float(nbytes)
-        once = value not in cast or list(cast.values()).count(cast[value]) == 1
-        crossing = 0 if value in cast else nbytes
+        casts = operands[index].casts
+        once = value not in casts or list(casts.values()).count(casts[value]) == 1
+        crossing = 0 if value in casts else nbytes
         _goes_home(problem.machine, terms, away, (nbytes if once else 0, crossing), (index, index))
         _comes_back(problem.machine, terms, away, nbytes, read_in)
         if not block.saved and (making.bounds or making.calls):
@@ -356,7 +357,7 @@ def _operands(step: fx.GraphModule, block: Block) -> _Operands:
             seen.add(node)
     operands = (operand for operand in block.region.args if isinstance(operand, fx.Node))
     by_operand = {node: frozenset(positions) for node, positions in of.items()}
-    return _Operands(dict(zip(operands, inputs, strict=True)), by_operand, {})
+    return _Operands(dict(zip(operands, inputs, strict=True)), by_operand, _cast_of(step, block), {})
 
 
 def _made_again_us(
