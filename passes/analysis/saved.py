@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import fx
 
 from mtcompile.passes.step_graph import is_region, results
 
 
-def saved_values(region: fx.Node) -> list[fx.Node]:
-    """Results of a forward region that only the backward reads: what recomputation makes unnecessary to keep."""
+def saved_values(region: fx.Node, reads: Callable[[fx.Node, fx.Node], bool] = lambda user, value: True) -> list[fx.Node]:
+    """Results of a forward region that only the backward reads: what recomputation makes unnecessary to keep. ``reads``: says
+    of a user whether it counts as a reader of a value."""
     return [
         value
         for value in results(region)
         if value.meta["role"] == "activation"
-        and value.users
-        and all(is_region(user) and user.meta["phase"] == "backward" for user in value.users)
+        and (readers := [user for user in value.users if reads(user, value)])
+        and all(is_region(user) and user.meta["phase"] == "backward" for user in readers)
     ]
 
 

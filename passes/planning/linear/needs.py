@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import fx
 
 from mtcompile.passes.analysis.cost import Cost, Machine, kernel_cost, kernel_us, node_cost
 from mtcompile.passes.analysis.rows import rows_of
+from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.generators import save_rng
 from mtcompile.passes.step_graph import (
     body_outputs,
@@ -113,7 +115,7 @@ def _needs(
 ) -> Needs:
     kernel = kernel_of(step, region)
     outputs = body_outputs(kernel)
-    saved = {value for value in results(region) if _is_saved(step, value)} if region.meta["phase"] == "forward" else set()
+    saved = set(saved_values(region, partial(_reads, step))) if region.meta["phase"] == "forward" else set()
     wanted = [v for v in results(region) if v.users and v not in saved and v.meta["role"] != "rng"]
     key = (str(region.target), tuple(int(v.args[1]) for v in wanted))
     if key not in bodies:
@@ -153,11 +155,8 @@ def _needs(
     return Needs(cost, read, stored, wide, casts, cast_nbytes, wider, host, grads_wider, grads_host)
 
 
-def _is_saved(step: fx.GraphModule, value: fx.Node) -> bool:
-    """Tells whether only backwards need a value."""
-    readers = [user for user in value.users if not is_region(user) or value in needed_operands(step, user)]
-    in_backwards = all(is_region(user) and user.meta["phase"] == "backward" for user in readers)
-    return bool(value.meta["role"] == "activation" and readers and in_backwards)
+def _reads(step: fx.GraphModule, user: fx.Node, value: fx.Node) -> bool:
+    return not is_region(user) or value in needed_operands(step, user)
 
 
 def needed_operands(step: fx.GraphModule, region: fx.Node) -> set[fx.Node]:
