@@ -16,10 +16,12 @@ from mtcompile import cache, knobs
 from mtcompile.cache import recalled, search_store
 from mtcompile.capture.joint import trace_settings
 from mtcompile.capture.recording.joint import NotRecorded
+from mtcompile.capture.refusals import in_micro_batches
 from mtcompile.capture.stamping.blocks import FEWEST
 from mtcompile.capture.tracing import record_joint, trace_joint
 from mtcompile.compiler import JointStep, planning_problem, rewrite_joint
 from mtcompile.distributed.layout import ALONE, RankLayout
+from mtcompile.errors import CaptureError
 from mtcompile.execution.memory.fragments import homes_off_device
 from mtcompile.models.decoders import SHAPES, Shape, fake
 from mtcompile.models.lora import add_lora
@@ -33,7 +35,7 @@ from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
 from mtcompile.passes.cuts.form import Allowed, Form, first_chunks, first_form, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, homes_between
 from mtcompile.passes.cuts.quick import QuickCandidates
-from mtcompile.passes.joint.batch.joining import Micro
+from mtcompile.passes.joint.batch.joining import Micro, joining_of
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
@@ -173,12 +175,16 @@ def sized_in_rows(request: ForecastRequest, sized: SizedStep, embeddings: str = 
     return _candidates(request, sized.captured, (sized.tokens, sized.size), sized.joint._replace(graph=rows))
 
 
-def in_micro_batches(request: ForecastRequest, sized: SizedStep, times: int) -> SizedStep:
-    """Returns the step of a batch that is ``times`` as large, in as many more micro-batches of the size that was captured."""
-    (batch, seq), accumulate = sized.size, times * request.accumulate
-    more = sized.tokens * times, (batch * times, seq)
-    asked, form, shared = replace(request, accumulate=accumulate), sized.joint.form, sized.joint.shared
-    return _in_form(asked, sized.captured, more, form, shared=shared)
+def may_accumulate(request: ForecastRequest, sized: SizedStep) -> bool:
+    """Tells whether twice as many micro-batches of the size that was captured make a batch twice as large."""
+    if isinstance(request.model, str):  # one of ours
+        return True
+    with contextlib.suppress(CaptureError):
+        micro = _micro(sized.captured, replace(request, accumulate=2 * request.accumulate))
+        with in_micro_batches(micro):
+            joining_of(sized.captured, micro)
+        return True
+    return False
 
 
 def _in_form(

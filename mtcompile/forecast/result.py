@@ -28,8 +28,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change of a step that fits. Its figures are estimates: the changed step is as far above its bound as the plan is above
-    its own. ``gain``: by what share the tokens per second rise."""
+    """A change of a step that fits. Its figures are estimates (see ``gains``). ``gain``: by what share the tokens per second
+    rise."""
 
     what: str
     step_time_us: float
@@ -193,7 +193,7 @@ def _lines(f: Forecast) -> list[str]:
 def _advice(advice: tuple[Advice, ...]) -> list[str]:
     if not advice:
         return ["  no change that was estimated gives 3 % more tokens a second"]
-    return ["  largest gains, estimated from bounds:", *(f"    {each}" for each in advice)]
+    return ["  largest gains, estimated:", *(f"    {each}" for each in advice)]
 
 
 def _at_load(f: Forecast) -> str:

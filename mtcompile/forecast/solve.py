@@ -13,9 +13,9 @@ from mtcompile.capture.arguments import possible_counts
 from mtcompile.capture.tracing import collecting_later
 from mtcompile.distributed.layout import layout_named, updates_once
 from mtcompile.errors import CaptureError, did_you_mean
-from mtcompile.forecast.advice import most_helpful
 from mtcompile.forecast.figures import figures
 from mtcompile.forecast.forms import StepForms, forms_of, planned_form
+from mtcompile.forecast.gains import most_helpful
 from mtcompile.forecast.request import ForecastRequest, SizedStep, sized_step, takes_sizes, with_disk
 from mtcompile.forecast.result import Forecast
 from mtcompile.forecast.scaling import with_scaling

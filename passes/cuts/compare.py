@@ -48,7 +48,7 @@ def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
     if allowed.last_embeddings != allowed.embeddings and _rows_of(forms, allowed.embeddings) == _rows_of(forms, last[1]):
         last = allowed.last_fragments, allowed.embeddings  # so that nothing is compared twice
     for (fragments, embeddings), begins in dict.fromkeys(((now, allowed.begins), (last, allowed.begins), (last, UNCUT.begins))):
-        rows = forms.in_rows(first, embeddings)
+        rows = None if embeddings == "auto" and comparison.is_resident(first) else forms.in_rows(first, embeddings)
         takes_all = rows is None or forms.may_take_all_rows(first, rows)
         chains = list(chains_of_forms(allowed, first.form, possible_cuts(forms.captured, fragments, begins)[1:]))
         comparison.hurries = allowed.in_fragments or fragments != allowed.fragments
@@ -98,8 +98,7 @@ class Comparison(Generic[S]):
         self.fitting, self.refused = list[tuple[S, Planned]](), list[tuple[S, DoesNotFit]]()
         self._unlikely, self._considered, self._fewest = list[S](), dict[int, S](), dict[int, int]()
         self.hurries, self._too_many_chunks = False, inf
-        self._coarsest, self._compared = list[S](), dict[int, S]()
-        self._waiting, self._left_out = list[S](), list[S]()
+        self._coarsest, self._compared, self._waiting, self._left_out = list[S](), dict[int, S](), list[S](), list[S]()
 
     @property
     def best(self) -> tuple[S, Planned] | None:
@@ -137,9 +136,8 @@ class Comparison(Generic[S]):
         if all_resident or self.forms.limits.disk is not None:  # with a disk, only where the first does not fit
             return True
         least_us = min(map(self._finer_us, self._coarsest))
-        if self._goes_by_bounds(form) and least_us > PROMISE * form.candidates.bound_us(*self._device_and_host):
-            return True
-        return us <= (_NEAR if is_small(form.candidates) else _NEAR_LARGE) * least_us
+        promises_little = self._goes_by_bounds(form) and least_us > PROMISE * form.candidates.bound_us(*self._device_and_host)
+        return promises_little or us <= (_NEAR if is_small(form.candidates) else _NEAR_LARGE) * least_us
 
     def _finer_us(self, form: S) -> float:
         """Returns the µs of the fastest plan that could be of a form and of all finer ones: as if what a block's work needs
@@ -152,6 +150,11 @@ class Comparison(Generic[S]):
         held = held_nbytes(step, form.candidates.problem.budgets)
         more = sum(held[home] for home in {step.meta["homes"][name] for name in names if name in step.meta["homes"]})
         return form.candidates.bound_us(None if device is None else device + more, host, inside=False)
+
+    def is_resident(self, form: S) -> bool:
+        """Tells whether no plan of a form is faster than the one with everything on the device, which fits."""
+        candidates, fixed = form.candidates, form.candidates.problem.fixed_homes
+        return not fixed and fits(candidates.resident.plan, self.forms.limits) and not candidates.resident_may_be_slow
 
     @functools.cached_property
     def _may_be_in_rows(self) -> frozenset[str]:
@@ -228,9 +231,8 @@ class Comparison(Generic[S]):
 
     def _is_far(self, form: S) -> bool:
         """Tells whether finer forms could be much faster than a form that goes by bounds and may wait."""
-        if not self._goes_by_bounds(form) or not self._can_wait(form):
-            return False
-        return form.candidates.bound_us(*self._device_and_host) > _FAR * self._finer_us(form)
+        may_wait = self._goes_by_bounds(form) and self._can_wait(form)
+        return may_wait and form.candidates.bound_us(*self._device_and_host) > _FAR * self._finer_us(form)
 
     def _gains_little_from_finer(self) -> bool:
         """Tells whether tiles and fragments, which take long to make of a large step, could make it little faster."""
@@ -241,8 +243,7 @@ class Comparison(Generic[S]):
         return lead[1].candidates.bound_us(*limits) <= _FEW_FINER * least_us
 
     def could_fit(self) -> bool:
-        """Tells whether other forms could fit: not if the disk is too slow or too small, or if the host has no room for what it
-        holds at all times."""
+        """Tells whether other forms could fit: not if the disk is too slow or small, or the host for what it always holds."""
         return not self.refused or (self.refusal[1].tier != "disk" and not self._host_is_too_small())
 
     def _host_is_too_small(self) -> bool:
@@ -276,9 +277,8 @@ class Comparison(Generic[S]):
     def plan_unlikely(self) -> None:
         """Plans forms that were not since they cannot fit the device: those that need less of it by their linear programs come
         first, until one fits or none can need less."""
-        if self.refused and self.refusal[1].tier != "device":
-            return
-        for form in sorted(self._unlikely, key=self._least_nbytes):
+        could_help = not self.refused or self.refusal[1].tier == "device"
+        for form in sorted(self._unlikely, key=self._least_nbytes) if could_help else ():
             if self.fitting or (self.refused and self._least_nbytes(form) >= min(error.minimum for _, error in self.refused)):
                 return
             if self.forms.allows(form.form.cut):

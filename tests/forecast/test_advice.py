@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import mtcompile
+from mtcompile.forecast.gains import Work
 from mtcompile.forecast.result import Forecast
 from mtcompile.models.decoders import Shape, fake
 from mtcompile.passes.analysis.cost import Machine
@@ -72,7 +74,7 @@ def test_a_step_that_fits_says_what_would_gain_most() -> None:
 def test_what_is_advised_gains_as_much_when_it_is_planned(
     model: Any, memory: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mtcompile.forecast.advice._MOST_ADVICE", 100)
+    monkeypatch.setattr("mtcompile.forecast.gains._MOST_ADVICE", 100)
     options = {"batch": 2 if model is residual else 4, "seq": 256 if model is residual else 64, "memory": memory, **options}
     forecast = planned(model, advise=True, **options)
     assert forecast.feasible and forecast.advice is not None and (forecast.advice or options)
@@ -112,6 +114,42 @@ def holds_what_it_says(forecast: Forecast, model: Any, options: dict[str, Any]) 
             assert re.fullmatch(r"needs [\d.]+ \w+ of the host, [\d.]+ \w+ less, but still [\d.]+ \w+ short", figures)
             assert again.feasible or 0 < again.short_bytes < forecast.short_bytes, way
     return kinds
+
+
+def work(updates: str, update_us: float = 0.0) -> Work:
+    """A forward of 10 ms and a backward of 20 ms, both as long as they fetch weights; compute and the other link work less."""
+    once = defaultdict(float, {("forward", "h2d"): 10e3, ("backward", "h2d"): 16e3, ("backward", "d2h"): 8e3})
+    each = defaultdict(float, {("forward", "compute"): 6e3, ("backward", "compute"): 12e3, ("backward", "h2d"): 4e3})
+    shared = {"forward": (1e3, 0.0), "backward": (2e3, 0.5e3)}
+    return Work({"forward": 10e3, "backward": 20e3}, once, each, updates, update_us, 25e3, 1e3, shared)
+
+
+def test_estimates_follow_the_busiest_queue_of_each_phase() -> None:
+    step = work("step", update_us=28e3)
+    assert step.step_time_us("step") == pytest.approx(58e3)
+    assert step.step_time_us("step", 2) == pytest.approx(12e3 + 24e3 + 28e3)  # compute: twice 6 ms, and twice 12 against 16 + 8
+    assert step.step_time_us("backward") == pytest.approx(10e3 + 1.03 * (25e3 + 2.5e3))  # the host, with what copies take of it
+    assert step.step_time_us("run ahead") == pytest.approx(20e3 + 10e3 + 1e3)  # the host hides behind the whole step
+    assert work("backward").step_time_us("run ahead") == pytest.approx(30e3)  # updates on the device are in it already
+
+
+def test_micro_batches_are_advised_only_where_they_can_be_put_together() -> None:
+    class Rows(nn.Module):
+        def __init__(self, together: bool) -> None:
+            super().__init__()
+            self.layers, self.together = nn.ModuleList(nn.Linear(512, 512) for _ in range(6)), together
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x.square().mean() if self.together else (x - x.mean(0)).square().mean()
+
+    def advised(together: bool) -> bool:
+        model = planned(lambda batch, seq: (Rows(together), {"x": torch.zeros(batch, 512)}), advise=True)
+        assert model.advice is not None
+        return any(each.what.startswith("twice the batch") for each in model.advice)
+
+    assert advised(together=True) and not advised(together=False)
 
 
 TIGHT = {"memory": 4_000_000, "host": 2_000_000}

@@ -1,0 +1,169 @@
+"""What would make a step that fits faster: the changes that gain most, estimated by how long the queues of its plan work."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import NamedTuple
+
+from mtcompile.forecast.advice import updates_by_parameter
+from mtcompile.forecast.request import ForecastRequest, SizedStep, may_accumulate
+from mtcompile.forecast.result import Advice, Forecast
+from mtcompile.passes.analysis.state import Budgets, trained_nbytes
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.problem import Planned, PlanningProblem
+from mtcompile.runtime.schedule import PHASES, Instruction, Schedule, gib
+from mtcompile.runtime.sim import simulate
+from mtcompile.runtime.trace import takes_time
+from mtcompile.runtime.usage import held_between_phases
+
+_LEAST_GAIN = 0.03  # more tokens a second: estimates tell no less
+_LEAST_PRICE = 1e-3  # of the bound: where the certificate's prices say that more of something gains less, it is not tried
+_MOST_ADVICE = 3
+_BUSY = 0.95  # of the step: more of a batch gains nothing then
+_OF_WEIGHTS = ("param", "grad", "state", "buffer")  # roles of what is copied once, however many micro-batches there are
+_LOST = 1.03  # times what the busiest queue does: steps do not keep it busy all the time
+
+
+class Change(NamedTuple):
+    """A changed step. ``what``: as a user asks for it; ``step_time_us``: about what it takes. Of the changes with the same
+    ``aim``, only the best is told. ``times``: how many times as many tokens it has."""
+
+    what: str
+    step_time_us: float
+    aim: str
+    times: int = 1
+
+
+def most_helpful(request: ForecastRequest, sized: SizedStep, forecast: Forecast) -> tuple[Advice, ...]:
+    """Returns the changes of a step that fits which gain most, at most three."""
+    assert forecast.planned is not None
+    best = dict[str, Advice]()
+    for change in _changes(request, sized, forecast.planned, forecast.busy or {}):
+        tokens_per_s = change.times * sized.tokens / change.step_time_us * 1e6
+        advice = Advice(change.what, change.step_time_us, tokens_per_s, tokens_per_s / forecast.tokens_per_s - 1)
+        if advice.gain - (best[change.aim].gain if change.aim in best else 0.0) >= _LEAST_GAIN:
+            best[change.aim] = advice
+    return tuple(sorted(best.values(), key=lambda each: -each.gain)[:_MOST_ADVICE])
+
+
+def _changes(request: ForecastRequest, sized: SizedStep, planned: Planned, busy: Mapping[str, float]) -> Iterator[Change]:
+    """Yields the changes that may gain something. ``busy``: the share of the step in which queues are."""
+    budgets = replace(sized.candidates.problem.budgets, device=request.budgets.device, host=request.budgets.host)
+    plan, updates = planned.plan, budgets.updates
+    work = work_of(replace(sized.candidates.problem, budgets=budgets), planned)
+    if updates is None and plan.update_us >= _LEAST_GAIN * plan.total_us and updates_by_parameter(request):
+        yield Change('update="backward"', work.step_time_us("backward"), "update")
+        yield Change('update="backward" with run_ahead=True', work.step_time_us("run ahead"), "update")
+    elif updates is not None and not updates.run_ahead:
+        yield Change("run_ahead=True", work.step_time_us("run ahead"), "update")
+    for tier in ("device", "host"):
+        if (limit := budgets.nbytes.get(tier)) is not None:
+            more = replace(budgets, device=2 * limit) if tier == "device" else replace(budgets, host=2 * limit)
+            if (us := _with_more_us(sized.candidates, plan, tier, more)) is not None:
+                yield Change(f"twice the {tier} memory, {gib(2 * limit)}", us, f"{tier} memory")
+    if busy["compute"] < _BUSY and may_accumulate(request, sized):
+        what = f"twice the batch with accumulate={2 * request.accumulate} (half as many updates for the same tokens)"
+        beside = held_between_phases(planned.schedule)  # what the second of two micro-batches keeps for its backward
+        us = work.step_time_us(work.updates, 2) + _worth_us(sized.candidates, budgets, beside)
+        yield Change(what, us, "batch", 2)
+
+
+def _with_more_us(candidates: Candidates, plan: Plan, tier: str, more: Budgets) -> float | None:
+    """Returns about the µs of the step with ``more`` memory in a tier: as far above its bound as the plan is above its own, or
+    what it takes with everything on the device, if that is less. None where the certificate's prices promise little."""
+    certificate = plan.certificate
+    if certificate is None or certificate.gains_us.get(f"{tier} memory", 0.0) <= _LEAST_PRICE * certificate.bound_us:
+        return None
+    bound_us, resident = candidates.bound_us(more.device, more.host), candidates.resident.plan
+    if not 0.0 < bound_us < inf:
+        return None
+    step_time_us = bound_us * plan.total_us / certificate.bound_us
+    return min(step_time_us, resident.total_us) if fits(resident, more) else step_time_us
+
+
+def _worth_us(candidates: Candidates, budgets: Budgets, nbytes: Mapping[str, int]) -> float:
+    """Returns by how many µs the bound of a step rises with so many bytes less of each tier; infinite if no plan fits then."""
+    limits = budgets.device, budgets.host
+    device, host = (n if n is None else n - nbytes.get(tier, 0) for tier, n in zip(("device", "host"), limits, strict=True))
+    return candidates.bound_us(device, host) - candidates.bound_us(*limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the queues of a planned step do, in µs. ``spans_us``: phase -> how long it takes, as if updates took no time;
+    ``once`` and ``each``: (phase, queue) -> what is done once, however many micro-batches there are, and for each.
+    ``updates``: "step", "backward" or "run ahead"; ``update_us``: how much longer they make the step; ``on_host_us``,
+    ``on_device_us``: what they take there by themselves. ``shared_us``: phase -> what its copies take of the host's memory:
+    once, and for each micro-batch."""
+
+    spans_us: Mapping[str, float]
+    once: Mapping[tuple[str, str], float]
+    each: Mapping[tuple[str, str], float]
+    updates: str
+    update_us: float
+    on_host_us: float
+    on_device_us: float
+    shared_us: Mapping[str, Sequence[float]]
+
+    def step_time_us(self, updates: str, times: int = 1) -> float:
+        """Returns about the µs of the step with other ``updates`` and ``times`` as many micro-batches: each phase is longer as
+        its busiest queue is."""
+        forward, backward = (self._span_us(phase, times) for phase in PHASES)
+        if updates == "step":
+            return forward + backward + self.update_us
+        if self.updates == "step":
+            backward += self.on_device_us
+        phases = PHASES if updates == "run ahead" else PHASES[1:]
+        shared_us = sum(once + times * each for once, each in (self.shared_us[phase] for phase in phases))
+        host_us = _LOST * (self.on_host_us + shared_us)
+        return max(forward + backward, host_us) if updates == "run ahead" else forward + max(backward, host_us)
+
+    def _span_us(self, phase: str, times: int) -> float:
+        queues = {queue for when, queue in (*self.once, *self.each) if when == phase}
+
+        def busiest_us(count: int) -> float:
+            return max((self.once[phase, queue] + count * self.each[phase, queue] for queue in queues), default=0.0)
+
+        return self.spans_us[phase] * (busiest_us(times) / busiest_us(1) if busiest_us(1) else 1.0)
+
+
+def work_of(problem: PlanningProblem, planned: Planned) -> Work:
+    """Returns the work of a planned step."""
+    plan, schedule, machine, updates = planned.plan, planned.schedule, problem.machine, problem.budgets.updates
+    trace = simulate(schedule)
+    ends_us = [r.end_us for r in trace.records if schedule.instructions[r.index].phase == PHASES[0]]
+    forward_us = max(ends_us, default=0.0)
+    once, each = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], float](float)
+    shared, updates_us = {phase: [0.0, 0.0] for phase in PHASES}, defaultdict[str, float](float)
+    for instruction in filter(takes_time, schedule.instructions):
+        phase, queue, of_weights = instruction.phase, instruction.queue, _is_of_weights(schedule, instruction)
+        if instruction.work == "update":
+            updates_us[queue] += instruction.time_us
+            continue
+        (once if of_weights else each)[phase, queue] += instruction.time_us
+        if queue in ("h2d", "d2h"):
+            shared[phase][not of_weights] += instruction.nbytes / machine.host_gbps / 1e3
+    trained = trained_nbytes(problem.step)
+    on_device = sum(n for n, tier in zip(trained.values(), plan.tiers(trained), strict=True) if tier == "device")
+    copies, checked = problem.budgets.state_copies, updates is not None and updates.checked
+    return Work(
+        {PHASES[0]: forward_us, PHASES[1]: plan.step_time_us - forward_us},
+        once,
+        each,
+        "step" if updates is None else "run ahead" if updates.run_ahead else "backward",
+        plan.update_us,
+        max(machine.update_us(sum(trained.values()) - on_device, 0, copies, checked), updates_us["host"]),  # or for a disk
+        machine.update_us(0, on_device, copies),
+        shared,
+    )
+
+
+def _is_of_weights(schedule: Schedule, instruction: Instruction) -> bool:
+    """Tells whether an instruction copies, casts, reads or writes weights or gradients."""
+    roles = (schedule.buffers[name].role for name in (*instruction.reads, *instruction.writes))
+    return instruction.queue != "compute" and all(role in _OF_WEIGHTS for role in roles)
