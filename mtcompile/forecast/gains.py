@@ -139,7 +139,8 @@ def work_of(problem: PlanningProblem, planned: Planned) -> Work:
     ends_us = [r.end_us for r in trace.records if schedule.instructions[r.index].phase == PHASES[0]]
     forward_us = max(ends_us, default=0.0)
     once, each = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], float](float)
-    shared, updates_us = {phase: [0.0, 0.0] for phase in PHASES}, defaultdict[str, float](float)
+    shared: dict[str, list[float]] = {phase: [0.0, 0.0] for phase in PHASES}
+    updates_us = defaultdict[str, float](float)
     for instruction in filter(takes_time, schedule.instructions):
         phase, queue, of_weights = instruction.phase, instruction.queue, _is_of_weights(schedule, instruction)
         if instruction.work == "update":

@@ -7,7 +7,7 @@ and a budget takes the last point that fits. So a larger budget is never slower,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from math import inf
@@ -24,7 +24,7 @@ from mtcompile.passes.planning.evaluate import completed, evaluate, exact, faste
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.lean import lean_plans, lean_starts, leanest_within, slower_than_some
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
-from mtcompile.passes.planning.frontier import Point, choose, fits, fits_host, frontiers, missing_nbytes, pareto, undominated
+from mtcompile.passes.planning.frontier import Point, ample, choose, fits, fits_host, frontiers, missing_nbytes, undominated
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
 from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.program import Infeasible, NoSolver
@@ -250,22 +250,27 @@ class Candidates:
     def _chosen(self, problem: PlanningProblem) -> Planned:
         """Returns the best plan for these budgets, at an evaluated point or between two. Raises DoesNotFit and _Stale."""
         budgets = problem.budgets
-        points = self._points_for(budgets)
-        candidate, others = self._uncast(points, budgets)
+        points, candidate, others = self._uncast(budgets)
         if self._casts:
             candidate = with_casts(self.problem.step, candidate, others, self._paced, budgets, partial(self._within, budgets))
-        candidate = self._with_less_on_host(candidate, budgets)
+        if (less := impatient(candidate.plan)) is not None:  # its gradients do not wait on the host
+            candidate = faster(candidate, self.evaluate(less), budgets)
         minimum = min(candidate.plan.peak_bytes["device"], *(point.peak for point in points if fits_host(point, budgets)))
         return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host, candidate.plan.total_us))
 
-    def _uncast(self, points: list[Point], budgets: Budgets) -> tuple[Candidate, Sequence[Plan]]:
-        """Returns the fastest of ``points``, of plans between two of them, and of climbs, before the host casts anything; and
-        all climbs' plans that fit. Raises _Stale."""
+    def _uncast(self, budgets: Budgets) -> tuple[list[Point], Candidate, list[Plan]]:
+        """Returns points, the fastest plan of them, between two of them, and of climbs, before the host casts anything, and all
+        climbs' plans that fit; those without a limit on the host where these fit it. Raises DoesNotFit and _Stale."""
+        if not self._casts and ample(self._points, budgets):
+            points, candidate, improved = self._uncast(replace(budgets, host=None))
+            if fits(candidate.plan, budgets):
+                return [*points, *self._variants], candidate, improved
+        points = self._points_for(budgets)
         chosen = [choose(points, within, lambda plan: self._paced(plan).plan, budgets) for within in frontiers(self._points)]
         candidate = self._again(min(chosen, key=lambda one: (one.time_us, one.peak)))
         if (climbs := self._climbs()) is None:
-            return candidate, ()
-        improved: list[Plan] = []
+            return points, candidate, []
+        improved = list[Plan]()
 
         def fitting(plan: Plan) -> list[Plan]:
             less = impatient(plan) if budgets.host is not None else None
@@ -276,12 +281,12 @@ class Candidates:
         plan = climbs.best(budgets.device, candidate.plan, fitting, budgets.host)
         if budgets.host is not None:  # none of these is faster than what needs more of the host: that may fit
             plan = self._climbs_on_hosts(climbs).best(budgets.device, budgets.host, plan)
-        return candidate if plan is candidate.plan else self.evaluate(plan), improved
+        return points, candidate if plan is candidate.plan else self.evaluate(plan), improved
 
     def _within(self, budgets: Budgets, host: int | None) -> Candidate | None:
         """Returns the plan before the host casts anything, with other bytes of the ``host``; None if there is none."""
         with contextlib.suppress(DoesNotFit):
-            return self._uncast(self._points_for(within := replace(budgets, host=host)), within)[0]
+            return self._uncast(replace(budgets, host=host))[1]
         return None
 
     @property
@@ -322,11 +327,6 @@ class Candidates:
             fits_device = (p for p in points if budgets.device is None or p.peak <= budgets.device)
             raise shortfall(self._again(min(fits_device, key=lambda p: p.plan.peak_bytes["host"])), "host")
         return points
-
-    def _with_less_on_host(self, candidate: Candidate, budgets: Budgets) -> Candidate:
-        """Returns the plan whose gradients do not wait on the host, if it is as fast."""
-        less = impatient(candidate.plan)
-        return candidate if less is None else faster(candidate, self.evaluate(less), budgets)
 
     def _recall(self) -> bool:
         """Takes what earlier searches stored. Tells whether there was anything that can be read."""
@@ -371,7 +371,7 @@ class Candidates:
         if self._improved is None:
             held = held_nbytes(self.problem.step, self.problem.budgets)
             seeds = Within(self._relaxed, self._by_density[0][0], Rounding(self.blocks, self.sizes), held)
-            about = self.problem, self.blocks, self.open_params, pareto(self._points), self.resident.plan.peak_bytes["device"]
+            about = self.problem, self.blocks, self.open_params, self._points, self.resident.plan.peak_bytes["device"]
             self._improved = climbs_of(*about, lambda plan: self._paced(plan).plan, (self._bound_us, seeds))
             self._improved.plans |= {limits: self.evaluate(plan).plan for limits, plan in self._climbed.items()}
         return self._improved

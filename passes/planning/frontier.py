@@ -44,6 +44,13 @@ def fits_host(point: Point, budgets: Budgets) -> bool:
     return budgets.host is None or point.plan.peak_bytes["host"] <= budgets.host
 
 
+def ample(points: Iterable[Point], budgets: Budgets) -> bool:
+    """Tells whether a budget of the host has room for the fastest of the points that fit the device."""
+    within = (point for point in points if budgets.device is None or point.peak <= budgets.device)
+    fastest = min(within, key=lambda point: point.time_us, default=None)
+    return budgets.host is not None and fastest is not None and fits_host(fastest, budgets)
+
+
 def missing_nbytes(plan: Plan, budgets: Budgets) -> int:
     """Returns by how many bytes the plan's peaks are above the budgets, of all tiers together."""
     return sum(max(0, plan.peak_bytes[tier] - n) for tier, n in budgets.nbytes.items() if n is not None)

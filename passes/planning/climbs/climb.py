@@ -17,7 +17,7 @@ from mtcompile.passes.planning.climbs.limits import Limits, apart, limits_betwee
 from mtcompile.passes.planning.climbs.moves import moves
 from mtcompile.passes.planning.climbs.polish import Polish, is_worth_polishing, polish_of
 from mtcompile.passes.planning.climbs.room import Fill, Room, filling, rooms
-from mtcompile.passes.planning.frontier import Point
+from mtcompile.passes.planning.frontier import Point, pareto
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.seeds import Within
 from mtcompile.passes.planning.problem import PlanningProblem
@@ -34,6 +34,7 @@ _SLOWER, _IN_A_ROW = 1.02, 2  # times the plan taken: after so many slower plans
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
 _MUCH = 0.985  # times what a climb to a lower limit ends at: then a plan is polished anew
 _BOUND_FALLS = 0.985  # times the bound of a lower limit: then moves from its plan may not lead far enough
+_POLISHED = 0.3  # of the way to the bound: polishing does not get as far
 _GAIN = 1.5  # times what the bound falls by: what climbs to limits in between may gain
 _SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
 
@@ -57,14 +58,15 @@ def climbs_of(
     problem: PlanningProblem,
     blocks: Sequence[Block],
     sizes: Mapping[str, int],
-    frontier: Sequence[Point],
+    points: Sequence[Point],
     resident: int,
     evaluate: Callable[[Plan], Plan],
     by_program: tuple[Callable[[int, int | None], float], Within],
 ) -> Climbs:
     """Returns the climbs of a problem. ``sizes``: bytes of the homes whose tier is open; ``resident``: the peak of the plan
     with everything on the device; ``by_program``: ``bound`` and ``seeds``, for which, as for the others, see ``Climbs``."""
-    ways, highest = ways_of(problem, blocks, sizes), (frontier[-1].peak, *([resident] if differ(blocks) else []))
+    ways, frontier = ways_of(problem, blocks, sizes), pareto(points)
+    highest = frontier[-1].peak, *([resident] if differ(blocks) else [])
     small = ways.patience == _PATIENCE  # climbs of such a step evaluate many plans up to each limit, and need none in between
     limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes, small)
     following = {} if small else limits_in_between(limits, max(highest))
@@ -117,7 +119,7 @@ class Climbs:
             if self.bound(limit, host) >= _FASTER * taken.total_us or slower == _IN_A_ROW:
                 break
             if not self._gains_little(limit, taken.total_us):
-                taken = min((taken, *fitting(plan := self._plan(limit))), key=lambda plan: plan.total_us)
+                taken = min((taken, *fitting(plan := self._plan_if(limit, taken.total_us))), key=lambda plan: plan.total_us)
                 if limit not in self._following:
                     slower = slower + 1 if self._is_much_slower(plan, limit, taken.total_us) else 0
         return taken
@@ -137,7 +139,7 @@ class Climbs:
             return False
         low, high = self.limits[place - 1 : place + 1]
         gain_us = _GAIN * (self.bound(low, None) - self.bound(high, None))
-        return self._is_much_slower(self._plan(low), low, us + gain_us)
+        return self._is_much_slower(self._plan_if(low, us + gain_us), low, us + gain_us)
 
     def _is_much_slower(self, plan: Plan, limit: int, us: float) -> bool:
         """Tells whether a plan of a limit takes much more than some ``us``, and is near enough its bound to tell of others."""
@@ -153,6 +155,11 @@ class Climbs:
     def reached(self, limit: int) -> Plan:
         """Returns the frontier's last plan up to a limit."""
         return next(point.plan for point in reversed(self.frontier) if point.peak <= limit)
+
+    def _plan_if(self, limit: int, us: float) -> Plan:
+        """Returns the plan of a limit; as it is before it is polished where that cannot bring it below some ``us``."""
+        climbed_us = (climbed := self._climbed(limit)).total_us
+        return climbed if climbed_us - _POLISHED * (climbed_us - self.bound(limit, None)) >= us else self._plan(limit)
 
     def _plan(self, limit: int) -> Plan:
         if (limits := Limits(limit)) not in self.plans:

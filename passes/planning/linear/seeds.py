@@ -185,10 +185,10 @@ def seed_ladders(
     rules += [] if few else [(Rule(dict.fromkeys(homes, False)), base) for base in bases]
     rules += [(Rule(earliest=True), base) for base in bases] if len(homes) > 1 else []
     ladders = []
-    for again in (False, True):  # with room for it, seeds are nearer to their budgets; but other decisions may be better
+    # With room for what backwards make again, seeds are nearer to their budgets; but other decisions may be better.
+    for again in (False,) if few else (False, True):
         optima = {base.lookahead: Optima(solve, device, base.lookahead, again) for base in bases}
-        some = [(rule, base) for rule, base in rules if rule == Rule() or not (few and again)]
-        ladders += [Seeds(optima[base.lookahead], base, rounding, rule) for rule, base in some]
+        ladders += [Seeds(optima[base.lookahead], base, rounding, rule) for rule, base in rules]
     return ladders
 
 

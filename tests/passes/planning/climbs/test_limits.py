@@ -103,6 +103,23 @@ def test_limits_in_between_are_left_out_where_memory_is_worth_little(
     assert limits_asked(times, {1500: 1000}, lambda device, host: bounds[device], monkeypatch) == climbed
 
 
+@pytest.mark.parametrize(("climbed_us", "polishes"), [(120.0, True), (128.0, True), (129.0, False)])
+def test_a_plan_is_polished_only_where_that_may_make_it_the_fastest(
+    climbed_us: float, polishes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That does not go 0.3 of the way to the bound, 100 µs: from 128 to 119.6, from 129 to 120.3."""
+    polished: list[int] = []
+    climbed = {1000: climbed_us, 2000: 121.0}
+    monkeypatch.setattr(Climbs, "_climbed", lambda self, limit: Plan(step_time_us=climbed[limit]))
+    monkeypatch.setattr(
+        Climbs, "_plan", lambda self, limit: (polished.append(limit), Plan(step_time_us=climbed[limit] - 1.0))[1]
+    )
+    ways: Any = None
+    climbs = Climbs([], [1000, 2000], {}, ways, lambda plan: plan, lambda device, host: 100.0, ways)
+    best = climbs.best(None, Plan(step_time_us=150.0), lambda plan: [plan])
+    assert best.total_us == min(120.0, climbed_us - 1.0) and polished == [2000, *([1000] if polishes else [])]
+
+
 def limits_asked(
     times: Mapping[int, float],
     following: Mapping[int, int],
@@ -111,7 +128,8 @@ def limits_asked(
 ) -> list[int]:
     """Returns the limits whose plans, which take these ``times`` in µs, are asked for, in the order of the first asking."""
     asked: dict[int, Plan] = {}
-    monkeypatch.setattr(Climbs, "_plan", lambda self, limit: asked.setdefault(limit, Plan(step_time_us=times[limit])))
+    for what in ("_climbed", "_plan"):  # polishing gains nothing
+        monkeypatch.setattr(Climbs, what, lambda self, limit: asked.setdefault(limit, Plan(step_time_us=times[limit])))
     ways: Any = None
     bases = [limit for limit in times if limit not in following]
     climbs = Climbs([], bases, following, ways, lambda plan: plan, bound, ways)
