@@ -81,6 +81,8 @@ def ways_on_host(request: ForecastRequest, sized: SizedStep, budgets: Budgets, e
                     text = f"{change.what}: needs {gib(short_of.minimum)} of the host, {less}"
                     short.append((short_of.minimum, text))
                 continue
+            if plan.peak_bytes.get("disk") == 0:  # it fits without a disk, as another change says
+                continue
             disk = f", {gib(plan.peak_bytes['disk'])} of a disk at {_disk_speeds(request)}" if "disk" in plan.peak_bytes else ""
             text = f"{change.what}: fits, {time_of(plan.total_us)} a step with {gib(plan.peak_bytes['host'])} of the host{disk}"
             fitting.append((plan.total_us, text))

@@ -67,7 +67,10 @@ def _changes(request: ForecastRequest, sized: SizedStep, planned: Planned, busy:
             if (us := _with_more_us(sized.candidates, plan, tier, more)) is not None:
                 yield Change(f"twice the {tier} memory, {gib(2 * limit)}", us, f"{tier} memory")
     if busy["compute"] < _BUSY and may_accumulate(request, sized):
-        what = f"twice the batch with accumulate={2 * request.accumulate} (half as many updates for the same tokens)"
+        fewer = (
+            " (half as many updates for the same tokens)" if any(trained_nbytes(sized.candidates.problem.step).values()) else ""
+        )
+        what = f"twice the batch with accumulate={2 * request.accumulate}{fewer}"
         beside = held_between_phases(planned.schedule)  # what the second of two micro-batches keeps for its backward
         us = work.step_time_us(work.updates, 2) + _worth_us(sized.candidates, budgets, beside)
         yield Change(what, us, "batch", 2)
