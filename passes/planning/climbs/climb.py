@@ -157,9 +157,12 @@ class Climbs:
         return next(point.plan for point in reversed(self.frontier) if point.peak <= limit)
 
     def _plan_if(self, limit: int, us: float) -> Plan:
-        """Returns the plan of a limit; as it is before it is polished where that cannot bring it below some ``us``."""
-        climbed_us = (climbed := self._climbed(limit)).total_us
-        return climbed if climbed_us - _POLISHED * (climbed_us - self.bound(limit, None)) >= us else self._plan(limit)
+        """Returns the plan of a limit; as it is before it is polished where that leaves it much slower than some ``us``."""
+        if Limits(limit) in self.plans:
+            return self.plans[Limits(limit)]
+        climbed, bound_us = self._climbed(limit), self.bound(limit, None)
+        least_us = climbed.total_us - _POLISHED * (climbed.total_us - bound_us)
+        return climbed if _SLOWER * us < least_us and climbed.total_us < _TELLING * bound_us else self._plan(limit)
 
     def _plan(self, limit: int) -> Plan:
         if (limits := Limits(limit)) not in self.plans:
