@@ -1,4 +1,4 @@
-"""What would make a step that fits faster: the changes that gain most, estimated by how long the queues of its plan work."""
+"""Estimates what would make a step that fits faster, by how long the queues of its plan work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import inf
 from typing import NamedTuple
 
 from mtcompile.forecast.advice import updates_by_parameter
-from mtcompile.forecast.request import ForecastRequest, SizedStep, may_accumulate
+from mtcompile.forecast.request import ForecastRequest, SizedStep, budgets_of, may_accumulate
 from mtcompile.forecast.result import Advice, Forecast
 from mtcompile.passes.analysis.state import Budgets, trained_nbytes
 from mtcompile.passes.plan import Plan
@@ -53,9 +53,8 @@ def most_helpful(request: ForecastRequest, sized: SizedStep, forecast: Forecast)
 
 def _changes(request: ForecastRequest, sized: SizedStep, planned: Planned, busy: Mapping[str, float]) -> Iterator[Change]:
     """Yields the changes that may gain something. ``busy``: the share of the step in which queues are."""
-    budgets = replace(sized.candidates.problem.budgets, device=request.budgets.device, host=request.budgets.host)
-    plan, updates = planned.plan, budgets.updates
-    work = work_of(replace(sized.candidates.problem, budgets=budgets), planned)
+    plan, budgets, work = planned.plan, budgets_of(request, sized), work_of(sized.candidates.problem, planned)
+    updates = budgets.updates
     if updates is None and plan.update_us >= _LEAST_GAIN * plan.total_us and updates_by_parameter(request):
         yield Change('update="backward"', work.step_time_us("backward"), "update")
         yield Change('update="backward" with run_ahead=True', work.step_time_us("run ahead"), "update")
@@ -67,9 +66,7 @@ def _changes(request: ForecastRequest, sized: SizedStep, planned: Planned, busy:
             if (us := _with_more_us(sized.candidates, plan, tier, more)) is not None:
                 yield Change(f"twice the {tier} memory, {gib(2 * limit)}", us, f"{tier} memory")
     if busy["compute"] < _BUSY and may_accumulate(request, sized):
-        fewer = (
-            " (half as many updates for the same tokens)" if any(trained_nbytes(sized.candidates.problem.step).values()) else ""
-        )
+        fewer = " (half as many updates for the same tokens)" if work.on_host_us + work.on_device_us else ""
         what = f"twice the batch with accumulate={2 * request.accumulate}{fewer}"
         beside = held_between_phases(planned.schedule)  # what the second of two micro-batches keeps for its backward
         us = work.step_time_us(work.updates, 2) + _worth_us(sized.candidates, budgets, beside)
@@ -98,7 +95,7 @@ def _worth_us(candidates: Candidates, budgets: Budgets, nbytes: Mapping[str, int
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the queues of a planned step do, in µs. ``spans_us``: phase -> how long it takes, as if updates took no time;
+    """The work of a planned step's queues, in µs. ``spans_us``: phase -> how long it takes, as if updates took no time;
     ``once`` and ``each``: (phase, queue) -> what is done once, however many micro-batches there are, and for each.
     ``updates``: "step", "backward" or "run ahead"; ``update_us``: how much longer they make the step; ``on_host_us``,
     ``on_device_us``: what they take there by themselves. ``shared_us``: phase -> what its copies take of the host's memory:
