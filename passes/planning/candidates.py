@@ -152,10 +152,8 @@ class Candidates:
     @cached_property
     def _streamed(self) -> Schedule:
         """A schedule with every home on the host, with casts there."""
-        plan = POLICIES["megatrain"](
-            self.problem.step, replace(self.base, narrow=may_cast(self.problem.step)), self.open_params
-        )
-        return evaluate(self.problem, self.draft, plan).schedule
+        step, base = self.problem.step, replace(self.base, narrow=may_cast(self.problem.step))
+        return evaluate(self.problem, self.draft, POLICIES["megatrain"](step, base, self.open_params)).schedule
 
     @cached_property
     def _evaluator(self) -> Evaluator:
@@ -192,13 +190,12 @@ class Candidates:
 
     @exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
-        """Returns the fastest candidate within these bytes. ``known``: the plan found for the same request before; it is taken
-        without a search if it still fits. Raises DoesNotFit."""
+        """Returns the fastest candidate within these bytes; ``known``, the plan found for the same request before, without a
+        search if it still fits. Raises DoesNotFit."""
         problem = replace(self.problem, budgets=replace(self.problem.budgets, device=device, host=host))
         if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
             return completed(problem, again, known.minimum_device_bytes, known.certificate)
-        resident = self.resident
-        if fits(resident.plan, problem.budgets) and not self.resident_may_be_slow:  # the floor is reported anyway
+        if fits((resident := self.resident).plan, problem.budgets) and not self.resident_may_be_slow:  # the floor is reported
             minimum = min(self.floor, resident.plan.peak_bytes["device"])
             return completed(problem, resident, minimum, self.certificate(device, host, resident.plan.total_us))
         if not self._points and not self._recall():
@@ -249,22 +246,26 @@ class Candidates:
 
     def _chosen(self, problem: PlanningProblem) -> Planned:
         """Returns the best plan for these budgets, at an evaluated point or between two. Raises DoesNotFit and _Stale."""
-        budgets = problem.budgets
+        points, candidate = self._fastest(budgets := problem.budgets)
+        minimum = min(candidate.plan.peak_bytes["device"], *(point.peak for point in points if fits_host(point, budgets)))
+        return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host, candidate.plan.total_us))
+
+    def _fastest(self, budgets: Budgets) -> tuple[list[Point], Candidate]:
+        """Returns points, and the fastest plan that is made of them; the one without a limit on the host where that fits."""
+        if ample(self._points, budgets):
+            points, candidate = self._fastest(replace(budgets, host=None))
+            if fits(candidate.plan, budgets):
+                return [*points, *self._variants], candidate
         points, candidate, others = self._uncast(budgets)
         if self._casts:
             candidate = with_casts(self.problem.step, candidate, others, self._paced, budgets, partial(self._within, budgets))
         if (less := impatient(candidate.plan)) is not None:  # its gradients do not wait on the host
             candidate = faster(candidate, self.evaluate(less), budgets)
-        minimum = min(candidate.plan.peak_bytes["device"], *(point.peak for point in points if fits_host(point, budgets)))
-        return completed(problem, candidate, minimum, self.certificate(budgets.device, budgets.host, candidate.plan.total_us))
+        return points, candidate
 
     def _uncast(self, budgets: Budgets) -> tuple[list[Point], Candidate, list[Plan]]:
-        """Returns points, the fastest plan of them, between two of them, and of climbs, before the host casts anything, and all
-        climbs' plans that fit; those without a limit on the host where these fit it. Raises DoesNotFit and _Stale."""
-        if not self._casts and ample(self._points, budgets):
-            points, candidate, improved = self._uncast(replace(budgets, host=None))
-            if fits(candidate.plan, budgets):
-                return [*points, *self._variants], candidate, improved
+        """Returns points, the fastest plan at or between them or of climbs, before the host casts anything, and all plans of
+        climbs that fit. Raises DoesNotFit and _Stale."""
         points = self._points_for(budgets)
         chosen = [choose(points, within, lambda plan: self._paced(plan).plan, budgets) for within in frontiers(self._points)]
         candidate = self._again(min(chosen, key=lambda one: (one.time_us, one.peak)))
@@ -320,8 +321,7 @@ class Candidates:
         """Returns the points to choose among. Raises DoesNotFit if none of them fits."""
         points = [*self._points, *(self._variants if budgets.host is not None or self._casts else [])]
         points += slower_than_some([*self.lean(budgets.device)] if budgets.host is not None else [], self._points)
-        least = min(points, key=lambda point: point.peak)
-        if budgets.device is not None and least.peak > budgets.device:
+        if budgets.device is not None and (least := min(points, key=lambda point: point.peak)).peak > budgets.device:
             raise shortfall(self._again(least), "device")
         if not any(fits(point.plan, budgets) for point in points):
             fits_device = (p for p in points if budgets.device is None or p.peak <= budgets.device)
@@ -369,8 +369,8 @@ class Candidates:
         if "disk" in self.problem.fixed_homes.values() or not self._evaluator.able:
             return None
         if self._improved is None:
-            held = held_nbytes(self.problem.step, self.problem.budgets)
-            seeds = Within(self._relaxed, self._by_density[0][0], Rounding(self.blocks, self.sizes), held)
+            rounding, held = Rounding(self.blocks, self.sizes), held_nbytes(self.problem.step, self.problem.budgets)
+            seeds = Within(self._relaxed, self._by_density[0][0], rounding, held)
             about = self.problem, self.blocks, self.open_params, self._points, self.resident.plan.peak_bytes["device"]
             self._improved = climbs_of(*about, lambda plan: self._paced(plan).plan, (self._bound_us, seeds))
             self._improved.plans |= {limits: self.evaluate(plan).plan for limits, plan in self._climbed.items()}

@@ -14,6 +14,7 @@ from mtcompile.passes.planning.ladders import Ladder
 
 # Between what fits and the frontier's next point: rounds, ladders tried, plans of each.
 ROUNDS, _MOST_CROSSING, _POINTS_BETWEEN = 3, 2, 3
+_CLIMBED = 0.7  # of what a point needs of the host: what a plan that climbs make of it needs, at least
 _FRONTIERS = 3  # whose gaps are looked into: of all points, and of those within two limits on the host
 
 
@@ -45,10 +46,15 @@ def fits_host(point: Point, budgets: Budgets) -> bool:
 
 
 def ample(points: Iterable[Point], budgets: Budgets) -> bool:
-    """Tells whether a budget of the host has room for the fastest of the points that fit the device."""
+    """Tells whether a budget of the host may have room for the fastest plan within the device's bytes, by the fastest point."""
     within = (point for point in points if budgets.device is None or point.peak <= budgets.device)
     fastest = min(within, key=lambda point: point.time_us, default=None)
-    return budgets.host is not None and fastest is not None and fits_host(fastest, budgets)
+    return budgets.host is not None and fastest is not None and may_end_within(fastest.plan, budgets.host)
+
+
+def may_end_within(plan: Plan, host: int) -> bool:
+    """Tells whether climbs from a plan may end at one that needs no more than ``host`` bytes of the host."""
+    return _CLIMBED * plan.peak_bytes["host"] <= host
 
 
 def missing_nbytes(plan: Plan, budgets: Budgets) -> int:

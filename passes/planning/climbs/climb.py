@@ -17,7 +17,7 @@ from mtcompile.passes.planning.climbs.limits import Limits, apart, limits_betwee
 from mtcompile.passes.planning.climbs.moves import moves
 from mtcompile.passes.planning.climbs.polish import Polish, is_worth_polishing, polish_of
 from mtcompile.passes.planning.climbs.room import Fill, Room, filling, rooms
-from mtcompile.passes.planning.frontier import Point, pareto
+from mtcompile.passes.planning.frontier import Point, may_end_within, pareto
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.seeds import Within
 from mtcompile.passes.planning.problem import PlanningProblem
@@ -108,11 +108,11 @@ class Climbs:
     def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]], host: int | None = None) -> Plan:
         """Returns the fastest plan of all limits within ``device`` bytes; ``taken`` if none is faster. ``fitting``: gives what
         may be taken of a plan, within ``host`` bytes. Not climbed to are limits below which no plan can be much faster, or is
-        likely to be, by the plans of higher ones, and those to which climbs begin above the ``host`` bytes."""
+        likely to be, by the plans of higher ones, and those to which climbs begin far above the ``host`` bytes."""
 
         @functools.cache  # asked for each limit and its neighbours
         def begins(limit: int) -> bool:
-            return host is None or any(fitting(self.reached(limit)))
+            return host is None or may_end_within(self.reached(limit), host) or any(fitting(self.reached(limit)))
 
         slower = 0  # than the plan taken: plans in a row
         for limit in self._falling(device, begins):

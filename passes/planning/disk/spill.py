@@ -24,7 +24,9 @@ from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.activations import AHEAD, Find, Roomy, Spilled, with_activations_on_disk, with_more_sets
 from mtcompile.passes.planning.disk.limits import NotWorthwhile, check_worthwhile
+from mtcompile.passes.planning.disk.more_homes import with_more_homes
 from mtcompile.passes.planning.disk.shortage import short_of_host, surely_short
+from mtcompile.passes.planning.disk.spacing import evenly, spaced
 from mtcompile.passes.planning.evaluate import completed
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
@@ -111,7 +113,7 @@ def _with_any_on_disk(
     homes_move = homes_move or "disk" in problem.fixed_homes.values()
     sent: tuple[str, ...] = ()
     frozen, trained = _may_move(problem)
-    missing, more, order = 0, 1, [*_evenly(frozen), *_evenly(trained)]
+    missing, more, order = 0, 1, [*evenly(frozen), *evenly(trained)]
     searched = False  # with nothing on disk
     least = DoesNotFit("host", MOST_NBYTES, ())  # the refusal with the fewest bytes of the host that work
     refused: PlanningProblem | None = None  # the first that was, with all frozen weights on disk
@@ -146,7 +148,7 @@ def _with_any_on_disk(
             except DoesNotFit as final:
                 spilled = Spilled()
                 if refused is not None and not is_hopeless(problem):
-                    spilled = with_activations_on_disk(refused, find, roomy, _evenly)
+                    spilled = with_activations_on_disk(refused, find, roomy, evenly)
                 if spilled.fastest is not None:
                     return _judged(*spilled.fastest, problem, known)
                 if not searched:  # what is sure is that lean plans do not fit without a disk: a search may find one that does
@@ -157,11 +159,31 @@ def _with_any_on_disk(
                 if final.tier != "host":
                     raise
                 raise min(final, least, spilled.least, key=lambda each: each.minimum) from None
+    fastest = _with_these(problem, known, find, roomy, sent, (part, planned), refused)
+
+    def with_more(there: tuple[str, ...]) -> tuple[PlanningProblem, Planned]:
+        _check_room(fixed := _with_homes(problem, there))
+        return _with_these(problem, known, find, roomy, there, find(fixed))
+
+    return with_more_homes(fastest, order, len(sent), with_more) if sent else fastest
+
+
+def _with_these(
+    problem: PlanningProblem,
+    known: Candidates,
+    find: Find,
+    roomy: Roomy,
+    sent: Sequence[str],
+    planned: tuple[PlanningProblem, Planned],
+    refused: PlanningProblem | None = None,
+) -> tuple[PlanningProblem, Planned]:
+    """Returns the fastest plan with so many homes on disk, of variants of one that is ``planned``, and with activations there
+    too: also beside the homes of a problem that was ``refused`` without these. Raises NotWorthwhile."""
     at_home: tuple[PlanningProblem, Planned] | None = None
-    worth, bound = inf, 0.0
+    worth, bound, fixed = inf, 0.0, planned[0]
     try:
-        varied = replace(problem, budgets=part.budgets)
-        at_home = _fastest(part, planned, Candidates.like(known, varied), sent, roomy)
+        varied = replace(problem, budgets=planned[0].budgets)
+        at_home = _fastest(*planned, Candidates.like(known, varied), sent, roomy)
         plan = at_home[1].plan
         fixed = _with_homes(problem, [home for home, tier in at_home[0].fixed_homes.items() if tier == "disk"])
         worth, bound = _WORTH * plan.total_us, 0.0 if plan.certificate is None else plan.certificate.bound_us
@@ -170,7 +192,7 @@ def _with_any_on_disk(
     for tried in (refused, fixed) if bound < worth else ():
         if tried is None or short_of_host(tried, known, ("disk",)) > 0:
             continue
-        faster = with_activations_on_disk(tried, find, roomy, _evenly, worth).fastest
+        faster = with_activations_on_disk(tried, find, roomy, evenly, worth).fastest
         if faster is not None and faster[1].plan.total_us < worth:
             with contextlib.suppress(NotWorthwhile):
                 return _judged(*faster, problem, known)
@@ -223,19 +245,6 @@ def _may_move(problem: PlanningProblem) -> tuple[list[str], list[str]]:
     nbytes = trained_nbytes(problem.step)
     trained = [home for home in free if nbytes.get(home)] if problem.budgets.disk_updates else []
     return [home for home in free if not nbytes.get(home)], trained
-
-
-def _evenly(homes: Sequence[str]) -> list[str]:
-    """The same homes, so that any first few of them are spread evenly over the step."""
-
-    def halves(low: int, high: int) -> Iterator[list[int]]:
-        level = [(low, high)]
-        while level:
-            middles = [(a + b) // 2 for a, b in level]
-            yield middles
-            level = [part for (a, b), m in zip(level, middles) for part in ((a, m), (m + 1, b)) if part[0] < part[1]]
-
-    return [homes[index] for level in halves(0, len(homes)) for index in level] if homes else []
 
 
 def _fewest(problem: PlanningProblem, order: Sequence[str], nbytes: int) -> list[str]:
@@ -338,23 +347,18 @@ def _other_choices(problem: PlanningProblem, sent: Sequence[str]) -> Iterator[tu
     held, limit = held_nbytes(problem.step, problem.budgets), problem.budgets.disk or 0
     nbytes = sum(held[home] for home in sent)
     counts = [(homes, len({*sent}.intersection(homes))) for homes in (frozen, trained)]
-    spaced = [[home for homes, count in counts for home in _spaced(homes, count, shift)] for shift in range(_SHIFTS)]
-    for order in (*spaced, [*reversed(frozen), *reversed(trained)], [*frozen, *trained]):
+    in_distances = [[h for homes, count in counts for h in spaced(homes, count, shift)] for shift in range(_SHIFTS)]
+    for order in (*in_distances, [*reversed(frozen), *reversed(trained)], [*frozen, *trained]):
         homes = tuple(_fewest(problem, order, nbytes))
         if sent and sum(_taken(_with_homes(problem, homes)).values()) <= limit:
             yield homes
-
-
-def _spaced(homes: Sequence[str], count: int, shift: int) -> list[str]:
-    """So many of the homes in equal distances, the last of them ``shift`` before the end, or as far as there is room."""
-    return [homes[len(homes) * place // count - 1 - min(shift, len(homes) // count - 1)] for place in range(1, count + 1)]
 
 
 def _on_device(
     fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem, candidates: Candidates, roomy: Roomy
 ) -> tuple[PlanningProblem, Candidate]:
     """Takes to the device as many of the homes on disk as still fit there, if that is faster."""
-    trained_first = [home for homes in reversed(_may_move(problem)) for home in _evenly(homes)]
+    trained_first = [home for homes in reversed(_may_move(problem)) for home in evenly(homes)]
     order = [home for home in trained_first if fixed.fixed_homes.get(home) == "disk" and home not in problem.fixed_homes]
     best = fixed, candidate
     low, high = 0, len(order)

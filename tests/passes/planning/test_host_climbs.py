@@ -6,7 +6,10 @@ import random
 from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
+from torch import nn
 
+import mtcompile
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Updates
@@ -111,3 +114,36 @@ def test_a_cache_gives_the_same_plan(problem: PlanningProblem, asked: Candidates
     warm = Candidates(problem, store=store)
     assert warm.best(device, host).plan == plan == asked.best(device, host).plan
     assert any(limits.host is not None for limits in warm._climbed) and warm.best(device, None).plan.total_us <= plan.total_us
+
+
+class Residual(nn.Module):
+    """Four linear layers of 1 MiB, each with what comes in added to what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x)) + x
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("rows", "memory", "options"),
+    [
+        (256, "9MiB", {"machine": "h100-sxm", "optimizer": "sgd"}),  # was slower
+        (512, "9MiB", {"machine": "h100-sxm", "optimizer": "sgd"}),  # was refused
+        (512, "12MiB", {"machine": "rtx3090", "precision": "bf16-master32", "update": "backward"}),  # with casts on the host
+    ],
+)
+def test_a_host_with_room_for_the_plan_without_a_limit_gets_it(rows: int, memory: str, options: dict[str, str]) -> None:
+    """Where all points of the search that are as fast need more of the host than what climbs make of them."""
+
+    def planned(host: int | None) -> mtcompile.Forecast:
+        limits = {"memory": memory, "host": host, "fragments": None}
+        return mtcompile.plan(lambda: (Residual(), {"x": torch.ones(rows, 512)}), **limits, **options)
+
+    unlimited = planned(None)
+    limited = planned(unlimited.peak_bytes["host"])
+    assert limited.feasible and limited.step_time_us <= unlimited.step_time_us
