@@ -20,13 +20,15 @@ _BUSY = 0.9  # ... nor where the drive is busy for such a share of the step
 def with_more_homes(
     fastest: tuple[PlanningProblem, Planned],
     order: Sequence[str],
-    count: int,
+    counts: tuple[int, int],
     plan: Callable[[tuple[str, ...]], tuple[PlanningProblem, Planned]],
 ) -> tuple[PlanningProblem, Planned]:
-    """Returns the ``fastest`` problem and plan, which has the first ``count`` homes in ``order`` on disk, or those with more
-    there, as long as each is faster than the one before. ``plan``: plans with some homes on disk, or raises DoesNotFit."""
-    more = max(1, count // _FIRST)
-    while count < len(order) and _may_gain(fastest[1].plan, fastest[0].machine):
+    """Returns the ``fastest`` problem and plan, which has the first so many homes in ``order`` on disk, or those with more
+    there, as long as each is faster than the one before. ``counts``: how many these are, and how many more lean plans need
+    there; if there are none, and they need none, nothing goes to disk. ``plan``: plans with some homes on disk, or raises
+    DoesNotFit."""
+    count, more = counts[0], max(counts[0] and 1, counts[0] // _FIRST, counts[1])
+    while more and count < len(order) and _may_gain(fastest[1].plan, fastest[0].machine):
         count, more = count + more, 2 * more
         try:
             tried = plan(tuple(order[:count]))

@@ -1,8 +1,9 @@
 """Sends homes and activations to disk, as few as the host's budget needs, and chooses among a few ways to by simulated time.
 
-What fits the host does not move. Of what may move, equal homes are spread evenly over the step, so that a read hides behind the
-blocks in between. Frozen weights go first: they are read every step and never written. Activations may follow
-(``activations``), and weights that train, with their state, where updates run in the backward, a parameter at a time.
+What fits the host does not move, unless a step is faster with more on disk (``more_homes``). Of what may move, equal homes are
+spread evenly over the step, so that a read hides behind the blocks in between. Frozen weights go first: they are read every
+step and never written. Activations may follow (``activations``), and weights that train, with their state, where updates run in
+the backward, a parameter at a time.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def _with_any_on_disk(
             sent = _more(problem, order, sent, missing)
             continue
         try:
-            if not all_sent and (short := short_of_host(fixed, known)) > 0:  # no search would find a plan
+            short = 0 if all_sent else short_of_host(fixed, known)
+            if short > 0 and (sent or not _may_fit_without(problem, known)):  # no search would find a plan
                 raise DoesNotFit("host", (budgets.host or 0) + short, ())
             searched = searched or not sent
             part, planned = _as_without(fixed, known, find)
@@ -165,7 +167,13 @@ def _with_any_on_disk(
         _check_room(fixed := _with_homes(problem, there))
         return _with_these(problem, known, find, roomy, there, find(fixed))
 
-    return with_more_homes(fastest, order, len(sent), with_more) if sent else fastest
+    return with_more_homes(fastest, order, (len(sent), len(_fewest(problem, order, short))), with_more)
+
+
+def _may_fit_without(problem: PlanningProblem, known: Candidates) -> bool:
+    """Tells whether a plan may fit with no homes on disk, by its linear program; lean plans may not, and others do."""
+    budgets = replace(problem.budgets, disk=None)
+    return Candidates.like(known, replace(problem, budgets=budgets)).bound_us(budgets.device, budgets.host) < inf
 
 
 def _with_these(
