@@ -188,7 +188,7 @@ def _with_these(
     """Returns the fastest plan with so many homes on disk, of variants of one that is ``planned``, and with activations there
     too: also beside the homes of a problem that was ``refused`` without these. Raises NotWorthwhile."""
     at_home: tuple[PlanningProblem, Planned] | None = None
-    worth, bound, fixed = inf, 0.0, planned[0]
+    worth, bound, fixed = inf, 0.0, _with_homes(problem, sent)
     try:
         varied = replace(problem, budgets=planned[0].budgets)
         at_home = _fastest(*planned, Candidates.like(known, varied), sent, roomy)
