@@ -24,6 +24,7 @@ from mtcompile.capture.refusals import in_micro_batches
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.execution.calibration import known_machine, warn_not_pinned
 from mtcompile.execution.compiled import CompiledStep, compiled_step
+from mtcompile.execution.memory.beside import plan_beside
 from mtcompile.execution.placement import Placement, RunnablePlacement
 from mtcompile.kernels.measure import strides_on
 from mtcompile.kernels.same_bits import has_same_bits
@@ -34,7 +35,7 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts import compare
+from mtcompile.passes.cuts import fastest
 from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, first_form, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
@@ -46,11 +47,11 @@ from mtcompile.passes.joint.exceptions import contract
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
-from mtcompile.passes.planning.planner import homes_of_rows, may_be_resident, plan_among, plan_like, resident_plan, structure
+from mtcompile.passes.planning.disk.without import Solution, may_fit_without, planned_without
+from mtcompile.passes.planning.planner import homes_of_rows, may_be_resident, plan_like, resident_plan, structure
 from mtcompile.passes.planning.policies import KEEP_STATE
-from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, leaves_room, shortage_beside
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, leaves_room
 from mtcompile.passes.proof.same_computation import same_computation
 from mtcompile.passes.proof.schedule import Given, check_schedule
 from mtcompile.passes.rewrites.collectives import check_reads
@@ -58,8 +59,6 @@ from mtcompile.passes.step_graph import fragments_of
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.verify import verify
-
-_PARTS = 8  # budgets to try between the smallest that works and all, where several forwards share one
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +217,7 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
     forms, options, begins = _Forms(joint, captured, target, placement), target.options, placement.fragments_begin()
     if captured.tangents and placement.needs_loss_head(joint):
         options.check_form(forms.first.form)
-    compared = compare.fastest_form(forms, options.allowed(placement.may_cut_weights(), begins))
+    compared = fastest.fastest_form(forms, options.allowed(placement.may_cut_weights(), begins))
     if compared.best is None:
         if not any(placement.give_up_residents(error) for _, error in compared.refused):
             raise forms.errors[compared.refusal[0]] from None
@@ -256,7 +255,8 @@ class _Form:
 
 @dataclass(frozen=True)
 class _Forms:
-    """See ``cuts.forms.Forms``. ``planned``, ``errors``: what came of each that was planned."""
+    """See ``cuts.forms.Forms``. ``planned``, ``errors``: what came of each that was planned. ``on_disk``: False for plans as if
+    there were no disk; ``at_home``: the forms that have such a plan."""
 
     captured: fx.GraphModule
     step: CapturedStep
@@ -264,6 +264,8 @@ class _Forms:
     placement: RunnablePlacement
     planned: dict[_Form, PlannedStep] = field(default_factory=dict)
     errors: dict[_Form, BudgetError] = field(default_factory=dict)
+    on_disk: bool = True
+    at_home: set[_Form] = field(default_factory=set)
     _by_form: dict[tuple[Form, frozenset[str]], _Form] = field(default_factory=dict)
     _keep_bits: dict[Cut, bool] = field(default_factory=dict)
     shared: Shared = field(default_factory=Shared)
@@ -278,7 +280,8 @@ class _Forms:
 
     @property
     def limits(self) -> Budgets:
-        return self.first.candidates.problem.budgets
+        budgets = self.first.candidates.problem.budgets
+        return budgets if self.on_disk else replace(budgets, disk=None)
 
     @functools.cached_property
     def first(self) -> _Form:
@@ -316,13 +319,20 @@ class _Forms:
         return self._keep_bits[cut]
 
     def find(self, step: _Form) -> Planned | None:
+        if not self.on_disk and not may_fit_without(step.candidates.problem, step.candidates):
+            return None
         try:
-            self.planned[step] = planned = PlannedStep(step.joint, *plan_for(step, self.target, self.placement))
+            solution = plan_for(step, self.target, self.placement, self.on_disk, not self.at_home)
         except DoesNotFit as error:
             self.errors[step] = self.placement.refusal(error)
             raise
+        self.planned[step] = planned = PlannedStep(step.joint, *solution)
+        self.at_home.update(() if self.on_disk else {step})
         misplaced = has_misplaced_fragments(planned.problem.step, planned.planned.plan, self.placement.fragments_begin())
         return None if misplaced else planned.planned
+
+    def without_disk(self) -> _Forms:
+        return replace(self, on_disk=False)
 
     def _known(self, form: Form) -> _Form:
         key = form, frozenset[str]()
@@ -331,9 +341,10 @@ class _Forms:
         return self._by_form[key]
 
 
-def plan_for(form: _Form, target: Target, placement: RunnablePlacement) -> tuple[PlanningProblem, Planned]:
+def plan_for(form: _Form, target: Target, placement: RunnablePlacement, on_disk: bool, may_move: bool) -> Solution:
     """Returns the problem and its plan: that of the same step at other sizes, if it serves as well. With kernels that fuse,
-    takes one region per phase if everything fits. Raises DoesNotFit."""
+    takes one region per phase if everything fits. ``on_disk``: False to plan as if there were no disk; ``may_move``: whether
+    frozen weights may be set apart, to be there. Raises DoesNotFit."""
     joint, options, machine, workspace = form.joint, target.options, target.machine, target.toolchain.eager.workspace
     serves_others = options.policy == FASTEST and not target.beside and options.disk is None and "cut" not in joint.graph.meta
     key, apart = structure(joint.graph), options.disk is None  # with one, frozen weights are apart if they may go there
@@ -349,11 +360,16 @@ def plan_for(form: _Form, target: Target, placement: RunnablePlacement) -> tuple
             if (resident := resident_plan(whole)) is not None and leaves_room(whole.budgets, resident.schedule, target.beside):
                 return whole, resident
         try:
-            find = functools.partial(plan_beside, form.candidates, policy=options.policy, beside=target.beside)
             roomy = functools.partial(leaves_room, problem.budgets, beside=target.beside)
-            problem, planned = within_disk(problem, find, roomy, apart, form.candidates)
+            find = functools.partial(plan_beside, form.candidates, policy=options.policy, beside=target.beside)
+            if on_disk:
+                problem, planned = within_disk(problem, find, roomy, apart, form.candidates)
+            else:
+                problem, planned = planned_without(problem, form.candidates, find)
         except DoesNotFit as error:
-            if not apart and error.tier == "host" and problem.budgets.disk is not None:
+            if not on_disk:
+                raise
+            if not apart and may_move and error.tier == "host" and problem.budgets.disk is not None:
                 placement.separate_frozen()
                 apart = True
             elif not placement.shard_weights(error):
@@ -362,37 +378,6 @@ def plan_for(form: _Form, target: Target, placement: RunnablePlacement) -> tuple
             if serves_others and not planned.plan.all_resident:
                 target.searched[key] = Searched(joint.graph, planned.plan)
             return problem, planned
-
-
-def plan_beside(known: Candidates, problem: PlanningProblem, policy: str, beside: int) -> tuple[PlanningProblem, Planned]:
-    """Returns the fastest plan found that leaves room for what ``beside`` more forwards of it hold, and the problem that it
-    solves, whose device budget is a part of the whole. Raises DoesNotFit. ``known``: of a problem that may differ in limits."""
-    candidates = Candidates.like(known, problem, cache.search_store(problem))
-
-    def planned_within(nbytes: int | None) -> tuple[PlanningProblem, Planned]:
-        part = replace(problem, budgets=replace(problem.budgets, device=nbytes))
-        return part, cache.recalled(part, policy, functools.partial(plan_among, candidates, part.budgets, policy))
-
-    budget = problem.budgets.device
-    try:
-        whole = planned_within(budget)
-    except DoesNotFit as error:
-        if not beside or error.tier != "device":
-            raise
-        raise shortage_beside(problem.budgets, planned_within(error.minimum)[1].schedule, beside) from None
-    if leaves_room(problem.budgets, whole[1].schedule, beside):
-        return whole
-    high = whole[1].schedule.peak_nbytes["device"]
-    try:
-        low = planned_within(0)[1].schedule.peak_nbytes["device"]
-    except DoesNotFit as error:
-        if error.tier != "device":
-            raise
-        low = error.minimum
-    tried = [planned_within(low + (high - low) * part // _PARTS) for part in range(_PARTS)]
-    if roomy := [each for each in tried if leaves_room(problem.budgets, each[1].schedule, beside)]:
-        return min(roomy, key=lambda each: each[1].plan.total_us)
-    raise shortage_beside(problem.budgets, tried[0][1].schedule, beside)
 
 
 def _tell(activity: str, done: int, total: int) -> None:

@@ -17,11 +17,11 @@ from torch import nn
 
 from mtcompile.cache import search_store
 from mtcompile.errors import MtcompileError
+from mtcompile.forecast.fastest import fastest
 from mtcompile.forecast.request import (
     AssumedPlacement,
     ForecastRequest,
     SizedStep,
-    fastest,
     in_form,
     sized_step,
     with_disk,

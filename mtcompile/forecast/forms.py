@@ -11,19 +11,19 @@ from torch import fx
 
 from mtcompile import knobs
 from mtcompile.capture.joint import trace_settings
+from mtcompile.forecast.fastest import fastest, fastest_without_disk
 from mtcompile.forecast.request import (
     ForecastRequest,
     SizedStep,
     budgets_of,
     exactly_in_form,
-    fastest,
     in_form,
     sized_in_rows,
     sized_step,
 )
 from mtcompile.models.decoders import SHAPES
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts.compare import fastest_form
+from mtcompile.passes.cuts.fastest import fastest_form
 from mtcompile.passes.cuts.form import Form, first_form
 from mtcompile.passes.cuts.fragments.cut import Cut
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, no_progress
@@ -109,7 +109,8 @@ class _Forms:
 
     @property
     def limits(self) -> Budgets:
-        return budgets_of(self.request, self.known.first)
+        budgets = budgets_of(self.request, self.known.first)
+        return budgets if self.request.on_disk else replace(budgets, disk=None)
 
     @property
     def first(self) -> SizedStep:
@@ -127,8 +128,13 @@ class _Forms:
     def allows(self, cut: Cut) -> bool:
         return True
 
-    def find(self, step: SizedStep) -> Planned:
-        return fastest(step.candidates, self.limits.device, self.limits.host)
+    def find(self, step: SizedStep) -> Planned | None:
+        within = step.candidates, self.limits.device, self.limits.host
+        return fastest(*within) if self.request.on_disk else fastest_without_disk(*within)
+
+    def without_disk(self) -> _Forms:
+        request, form = replace(self.request, on_disk=False), self.first.joint.form
+        return _Forms(request, StepForms(first := in_form(request, self.first, form), {form: first}))
 
 
 def _cut(request: ForecastRequest, forms: StepForms, form: Form) -> SizedStep | None:

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from mtcompile import cache, knobs
-from mtcompile.cache import recalled, search_store
+from mtcompile.cache import search_store
 from mtcompile.capture.joint import trace_settings
 from mtcompile.capture.recording.joint import NotRecorded
 from mtcompile.capture.refusals import in_micro_batches
@@ -28,7 +28,6 @@ from mtcompile.models.lora import add_lora
 from mtcompile.optim.disk_state import PIECE
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import average_copies, is_elementwise, state_nbytes
-from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
@@ -37,10 +36,8 @@ from mtcompile.passes.cuts.fragments.cut import UNCUT, homes_between
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.batch.joining import Micro, joining_of
 from mtcompile.passes.joint.build import InputHomes
-from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.planner import homes_of_rows
-from mtcompile.passes.planning.problem import Planned, PlanningProblem, Progress
+from mtcompile.passes.planning.problem import Progress
 from mtcompile.passes.step_graph import inputs_of, span_nbytes
 from mtcompile.runtime.disk.store import piece_nbytes, staging_nbytes
 from mtcompile.torch_private import building_on_meta, building_without_memory, without_memory
@@ -50,7 +47,8 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class ForecastRequest:
-    """The request of a forecast, except batch and sequence. ``machine`` and ``budgets``: those that each rank has."""
+    """The request of a forecast, except batch and sequence. ``machine`` and ``budgets``: those that each rank has.
+    ``on_disk``: False to plan as if there were no disk."""
 
     model: str | nn.Module | Callable[..., Any]
     data: Mapping[str, Any] | None
@@ -66,6 +64,7 @@ class ForecastRequest:
     make_optimizer: MakeOptimizer | None = None
     ranks: RankLayout = ALONE
     fragments: str | None = "auto"
+    on_disk: bool = True
 
     @property
     def cuts(self) -> str | None:
@@ -212,7 +211,8 @@ def _candidates(
     like: SizedStep | None = None,
 ) -> SizedStep:
     placement = AssumedPlacement(request.budgets, request.make_optimizer, request.ranks)
-    problem = planning_problem(joint, placement, request.machine, like=like.joint.graph if like else None)
+    known = None if like is None else like.joint.graph
+    problem = planning_problem(joint, placement, request.machine, like=known, apart=request.on_disk)
     candidates = QuickCandidates(problem, request.progress, search_store(problem))
     return SizedStep(candidates, captured, joint, *tokens_and_size)
 
@@ -220,23 +220,6 @@ def _candidates(
 def budgets_of(request: ForecastRequest, sized: SizedStep) -> Budgets:
     """Returns the budgets of a step, with its optimizer's state, within the request's limits."""
     return replace(sized.candidates.problem.budgets, device=request.budgets.device, host=request.budgets.host)
-
-
-def fastest(candidates: Candidates, device: int | None, host: int | None) -> Planned:
-    """Returns the fastest plan within these bytes; it is cached between runs. Raises DoesNotFit."""
-    budgets = replace(candidates.problem.budgets, device=device, host=host)
-    problem = replace(candidates.problem, budgets=budgets)
-
-    searched = candidates
-
-    def find(fixed: PlanningProblem) -> tuple[PlanningProblem, Planned]:
-        nonlocal searched
-        known = searched.problem
-        if (fixed.fixed_homes, fixed.budgets.disk) != (known.fixed_homes, known.budgets.disk):
-            searched = Candidates.like(candidates, fixed, search_store(fixed))
-        return fixed, recalled(fixed, FASTEST, lambda known: searched.best(device, fixed.budgets.host, known))
-
-    return within_disk(problem, find, known=candidates)[1]
 
 
 def _micro(joint: fx.GraphModule, request: ForecastRequest) -> Micro:

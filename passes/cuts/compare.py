@@ -11,7 +11,7 @@ predicted to be slower: a form that is taken because no other fits is compared w
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Generic
@@ -19,14 +19,13 @@ from typing import Generic
 from mtcompile.passes.analysis.rows import fetched_by_rows
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.cuts.bounds import PROMISE, could_be_faster, is_small, least_nbytes, least_us, promises_more
-from mtcompile.passes.cuts.form import Allowed, Form, chains_of_forms
+from mtcompile.passes.cuts.form import Allowed, Form
 from mtcompile.passes.cuts.forms import Forms, S
-from mtcompile.passes.cuts.fragments.cut import UNCUT, possible_cuts
+from mtcompile.passes.cuts.fragments.cut import UNCUT
 from mtcompile.passes.cuts.fragments.figures import streaming
 from mtcompile.passes.joint.loss_head import logits_nbytes
 from mtcompile.passes.planning.disk.spill import is_hopeless
 from mtcompile.passes.planning.frontier import fits
-from mtcompile.passes.planning.planner import may_be_resident
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
 
 _NEAR, _NEAR_LARGE = 1.02, 1.1  # of what any form could give: then others are not made of a small step, or of a large one
@@ -39,52 +38,7 @@ _TIED = 1.003  # times what another form is likely to take: one that promises mo
 _CLOSE = 1.05  # times what short climbs take with all rows, or with few: finer forms of the other are compared too
 
 
-def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
-    """Compares those of the allowed forms that the fastest may be among. Where none fits, or the fastest of them could be much
-    slower than others, compares what is kept for that too: few rows of all embeddings, fragments, and, where none fits, then
-    finer fragments than a disk could read."""
-    comparison, first = Comparison(forms, allowed), forms.first
-    now, last = (allowed.fragments, allowed.embeddings), (allowed.last_fragments, allowed.last_embeddings)
-    if allowed.last_embeddings != allowed.embeddings and _rows_of(forms, allowed.embeddings) == _rows_of(forms, last[1]):
-        last = allowed.last_fragments, allowed.embeddings  # so that nothing is compared twice
-    for (fragments, embeddings), begins in dict.fromkeys(((now, allowed.begins), (last, allowed.begins), (last, UNCUT.begins))):
-        rows = None if embeddings == "auto" and comparison.is_resident(first) else forms.in_rows(first, embeddings)
-        takes_all = rows is None or forms.may_take_all_rows(first, rows)
-        chains = list(chains_of_forms(allowed, first.form, possible_cuts(forms.captured, fragments, begins)[1:]))
-        comparison.hurries = allowed.in_fragments or fragments != allowed.fragments
-        if comparison.lead is not None:  # those that differ most from what was compared: then most others need no search
-            chains.reverse()
-
-        def chain(finer: list[Form], taken: str | None) -> Iterator[S]:
-            for form in finer:
-                if comparison.is_too_fine(form):
-                    return
-                if not comparison.has_room_for(form):
-                    continue
-                step = first if form == first.form else forms.cut(form)
-                if step is not None and taken is not None:
-                    step = forms.in_rows(step, taken)
-                if step is not None:
-                    yield step
-                elif form.cut == UNCUT:  # there is nothing more to cut
-                    return
-
-        kinds = [(first, None)] * takes_all + ([] if rows is None else [(rows, embeddings)])
-        if not may_be_resident(replace(first.candidates.problem, budgets=forms.limits)):  # few rows are likely to be faster
-            kinds.reverse()
-        finer = [each for each in chains if each != [first.form]]
-        comparison.compare([(coarsest, [chain(each, taken) for each in finer]) for coarsest, taken in kinds])
-        if comparison.lead is not None and (comparison.is_near or not allowed.compares_last):
-            break
-        if comparison.lead is None and not comparison.could_fit():
-            break
-    comparison.plan_waiting()
-    if not comparison.fitting:
-        comparison.plan_unlikely()
-    return comparison
-
-
-def _rows_of(forms: Forms[S], embeddings: str) -> frozenset[str]:
+def rows_of(forms: Forms[S], embeddings: str) -> frozenset[str]:
     """Returns the embeddings of which forms take few rows."""
     return frozenset(fetched_by_rows(forms.captured, embeddings))
 
@@ -99,6 +53,12 @@ class Comparison(Generic[S]):
         self._unlikely, self._considered, self._fewest = list[S](), dict[int, S](), dict[int, int]()
         self.hurries, self._too_many_chunks = False, inf
         self._coarsest, self._compared, self._waiting, self._left_out = list[S](), dict[int, S](), list[S](), list[S]()
+
+    def after(self, other: Comparison[S]) -> Comparison[S]:
+        """Returns this comparison, to begin with what was planned and fits in another."""
+        self.fitting += other.fitting
+        self._compared |= other._compared
+        return self
 
     @property
     def best(self) -> tuple[S, Planned] | None:
@@ -159,7 +119,7 @@ class Comparison(Generic[S]):
     @functools.cached_property
     def _may_be_in_rows(self) -> frozenset[str]:
         """The embeddings of which some form takes few rows."""
-        return _rows_of(self.forms, self.allowed.last_embeddings)
+        return rows_of(self.forms, self.allowed.last_embeddings)
 
     @property
     def _device_and_host(self) -> tuple[int | None, int | None]:

@@ -63,3 +63,7 @@ class Forms(Protocol[S]):
     def find(self, step: S) -> Planned | None:
         """Returns the fastest plan of a form; None if it cannot be run. Raises DoesNotFit."""
         ...
+
+    def without_disk(self) -> Forms[S]:
+        """Returns the forms of the same step as if there were no disk."""
+        ...

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import mtcompile
 from benchmarks import disk_steps
 from benchmarks.disk_steps import MACHINES, TOKENS, Stack
+from mtcompile.forecast import fastest as forecast_fastest
 from mtcompile.forecast import request as forecast_request
 from mtcompile.forecast.result import Forecast
 from mtcompile.machine.presets import PRESETS
@@ -52,6 +54,29 @@ def test_what_goes_straight_to_the_device_needs_no_slots_on_the_host(monkeypatch
         assert planned.planned.plan.certificate.bound_us <= planned.step_time_us
 
 
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("memory", "host"), [(433_843, 1_089_792), (289_228, 1_089_792), (361_536, 1_387_008)])
+def test_a_step_that_fits_without_a_disk_in_some_form_is_as_fast_with_one(memory: int, host: int) -> None:
+    """Also where whole weights would need the disk."""
+    limits = {"memory": memory, "host": host, "update": "backward", "machine": "h100-sxm"}
+    data = {"x": torch.zeros(64, 128)}
+    without, with_disk = (mtcompile.plan(lambda: (Layers(), data), disk=disk, **limits) for disk in (None, 2_972_160))
+    assert without.feasible and with_disk.feasible and with_disk.step_time_us <= without.step_time_us
+    assert with_disk.certificate is not None and with_disk.certificate.bound_us <= with_disk.step_time_us
+    assert with_disk.planned is not None and with_disk.planned.schedule.peak_nbytes["host"] <= host
+
+
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     """The fixed homes of each search."""
@@ -62,7 +87,8 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
         return search(candidates, resident)
 
     monkeypatch.setattr(Candidates, "_search", counted)
-    monkeypatch.setattr(forecast_request, "search_store", lambda problem: None)
+    for module in (forecast_request, forecast_fastest):
+        monkeypatch.setattr(module, "search_store", lambda problem: None)
     return homes
 
 

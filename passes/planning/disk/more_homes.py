@@ -8,27 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.disk.without import Solution
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
 
-_FIRST = 11  # one more for so many that are there, then twice as many, and so on
+MORE_OF = 11  # homes on disk: one more for so many is tried first
 _FAR = 1.05  # times the bound: no more go to disk below, ...
 _BUSY = 0.9  # ... nor where the drive is busy for such a share of the step
 
 
 def with_more_homes(
-    fastest: tuple[PlanningProblem, Planned],
+    fastest: Solution,
     order: Sequence[str],
-    counts: tuple[int, int],
-    plan: Callable[[tuple[str, ...]], tuple[PlanningProblem, Planned]],
-) -> tuple[PlanningProblem, Planned]:
-    """Returns the ``fastest`` problem and plan, which has the first so many homes in ``order`` on disk, or those with more
-    there, as long as each is faster than the one before. ``counts``: how many these are, and how many more lean plans need
-    there; if there are none, and they need none, nothing goes to disk. ``plan``: plans with some homes on disk, or raises
-    DoesNotFit."""
-    count, more = counts[0], max(counts[0] and 1, counts[0] // _FIRST, counts[1])
-    while more and count < len(order) and _may_gain(fastest[1].plan, fastest[0].machine):
+    count: int,
+    more: int,
+    plan: Callable[[tuple[str, ...]], Solution],
+) -> Solution:
+    """Returns the ``fastest`` problem and plan, with the first ``count`` homes in ``order`` on disk, or those with ``more``
+    there, then with twice as many more, and so on, as long as each is faster than the one before. ``plan``: plans with some
+    homes on disk, or raises DoesNotFit."""
+    while more and count < len(order) and may_gain(*fastest):
         count, more = count + more, 2 * more
         try:
             tried = plan(tuple(order[:count]))
@@ -40,7 +38,9 @@ def with_more_homes(
     return fastest
 
 
-def _may_gain(plan: Plan, machine: Machine) -> bool:
-    drive_us = machine.drive_us(plan.disk_read_bytes, plan.disk_write_bytes)
+def may_gain(problem: PlanningProblem, planned: Planned) -> bool:
+    """Tells whether a plan may be faster with more homes on disk: if it is far from its bound, and the drive is not busy."""
+    plan = planned.plan
+    drive_us = problem.machine.drive_us(plan.disk_read_bytes, plan.disk_write_bytes)
     bound_us = 0.0 if plan.certificate is None else plan.certificate.bound_us
     return plan.total_us > _FAR * bound_us and drive_us < _BUSY * plan.total_us

@@ -25,9 +25,10 @@ from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.activations import AHEAD, Find, Roomy, Spilled, with_activations_on_disk, with_more_sets
 from mtcompile.passes.planning.disk.limits import NotWorthwhile, check_worthwhile
-from mtcompile.passes.planning.disk.more_homes import with_more_homes
+from mtcompile.passes.planning.disk.more_homes import MORE_OF, with_more_homes
 from mtcompile.passes.planning.disk.shortage import short_of_host, surely_short
 from mtcompile.passes.planning.disk.spacing import evenly, spaced
+from mtcompile.passes.planning.disk.without import Solution, may_fit_without, planned_without
 from mtcompile.passes.planning.evaluate import completed
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
@@ -45,7 +46,7 @@ def within_disk(
     roomy: Roomy = lambda schedule: True,
     homes_move: bool = True,
     known: Candidates | None = None,
-) -> tuple[PlanningProblem, Planned]:
+) -> Solution:
     """Returns the problem, with the homes on disk that its plan needs there, and its plan. ``find``: plans a problem, whose
     device budget it may lower, or raises DoesNotFit, as this does. ``roomy``: tells whether a schedule leaves enough room for
     others beside it. ``homes_move``: False to raise DoesNotFit where homes do not fit the host, unless some are on disk. Where
@@ -57,7 +58,7 @@ def within_disk(
     if problem.budgets.disk_direct is not None:
         return _within_disk(problem, known, find, roomy, homes_move)
     ways = [replace(problem, budgets=replace(problem.budgets, disk_direct=direct)) for direct in (False, True)]
-    planned, refused = list[tuple[PlanningProblem, Planned]](), list[DoesNotFit]()
+    planned, refused = list[Solution](), list[DoesNotFit]()
     for way in ways:
         try:
             planned.append(_within_disk(way, known, find, roomy, homes_move))
@@ -70,9 +71,7 @@ def within_disk(
     return min(planned, key=lambda each: each[1].plan.total_us)
 
 
-def _within_disk(
-    problem: PlanningProblem, known: Candidates, find: Find, roomy: Roomy, homes_move: bool
-) -> tuple[PlanningProblem, Planned]:
+def _within_disk(problem: PlanningProblem, known: Candidates, find: Find, roomy: Roomy, homes_move: bool) -> Solution:
     """Plans with any homes on disk. If none fits, plans once more with those on the host whose updates on disk would take more
     of the host than they take there, such as a large embedding's."""
     try:
@@ -107,9 +106,7 @@ def _dear(problem: PlanningProblem) -> list[str]:
     return order[: taken.index(min(taken))] if taken else []
 
 
-def _with_any_on_disk(
-    problem: PlanningProblem, known: Candidates, find: Find, roomy: Roomy, homes_move: bool
-) -> tuple[PlanningProblem, Planned]:
+def _with_any_on_disk(problem: PlanningProblem, known: Candidates, find: Find, roomy: Roomy, homes_move: bool) -> Solution:
     budgets = problem.budgets
     homes_move = homes_move or "disk" in problem.fixed_homes.values()
     sent: tuple[str, ...] = ()
@@ -129,10 +126,10 @@ def _with_any_on_disk(
             continue
         try:
             short = 0 if all_sent else short_of_host(fixed, known)
-            if short > 0 and (sent or not _may_fit_without(problem, known)):  # no search would find a plan
+            if short > 0 and (sent or not may_fit_without(problem, known)):  # no search would find a plan
                 raise DoesNotFit("host", (budgets.host or 0) + short, ())
             searched = searched or not sent
-            part, planned = _as_without(fixed, known, find)
+            part, planned = find(fixed) if sent else planned_without(fixed, known, find)
             break
         except DoesNotFit as error:
             if error.tier != "host" or budgets.host is None or not homes_move:
@@ -155,7 +152,7 @@ def _with_any_on_disk(
                     return _judged(*spilled.fastest, problem, known)
                 if not searched:  # what is sure is that lean plans do not fit without a disk: a search may find one that does
                     try:
-                        return _as_without(problem, known, find)
+                        return planned_without(problem, known, find)
                     except DoesNotFit as without:
                         least = min(least, without, key=lambda each: each.minimum) if without.tier == "host" else least
                 if final.tier != "host":
@@ -163,17 +160,12 @@ def _with_any_on_disk(
                 raise min(final, least, spilled.least, key=lambda each: each.minimum) from None
     fastest = _with_these(problem, known, find, roomy, sent, (part, planned), refused)
 
-    def with_more(there: tuple[str, ...]) -> tuple[PlanningProblem, Planned]:
+    def with_more(there: tuple[str, ...]) -> Solution:
         _check_room(fixed := _with_homes(problem, there))
         return _with_these(problem, known, find, roomy, there, find(fixed))
 
-    return with_more_homes(fastest, order, (len(sent), len(_fewest(problem, order, short))), with_more)
-
-
-def _may_fit_without(problem: PlanningProblem, known: Candidates) -> bool:
-    """Tells whether a plan may fit with no homes on disk, by its linear program; lean plans may not, and others do."""
-    budgets = replace(problem.budgets, disk=None)
-    return Candidates.like(known, replace(problem, budgets=budgets)).bound_us(budgets.device, budgets.host) < inf
+    more = max(1, len(sent) // MORE_OF) if sent else len(_fewest(problem, order, short))
+    return with_more_homes(fastest, order, len(sent), more, with_more)
 
 
 def _with_these(
@@ -182,12 +174,12 @@ def _with_these(
     find: Find,
     roomy: Roomy,
     sent: Sequence[str],
-    planned: tuple[PlanningProblem, Planned],
+    planned: Solution,
     refused: PlanningProblem | None = None,
-) -> tuple[PlanningProblem, Planned]:
+) -> Solution:
     """Returns the fastest plan with so many homes on disk, of variants of one that is ``planned``, and with activations there
     too: also beside the homes of a problem that was ``refused`` without these. Raises NotWorthwhile."""
-    at_home: tuple[PlanningProblem, Planned] | None = None
+    at_home: Solution | None = None
     worth, bound, fixed = inf, 0.0, _with_homes(problem, sent)
     try:
         varied = replace(problem, budgets=planned[0].budgets)
@@ -209,24 +201,7 @@ def _with_these(
     return at_home
 
 
-def _as_without(problem: PlanningProblem, known: Candidates, find: Find) -> tuple[PlanningProblem, Planned]:
-    """Returns a problem's plan. If no home is on disk, that is the one that is found without a disk, so that a disk that is not
-    used changes nothing. Raises DoesNotFit."""
-    budgets = problem.budgets
-    if "disk" in problem.fixed_homes.values():
-        return find(problem)
-    part, found = find(replace(problem, budgets=replace(budgets, disk=None)))
-    part = replace(part, budgets=replace(part.budgets, disk=budgets.disk))
-    candidates = Candidates.like(known, part)
-    planned = candidates.planned(found.plan)
-    bound = None if found.plan.certificate is None else candidates.certificate(part.budgets.device, part.budgets.host)
-    plan = replace(planned.plan, minimum_device_bytes=found.plan.minimum_device_bytes, certificate=bound)
-    return part, replace(planned, plan=plan)
-
-
-def _judged(
-    fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem, known: Candidates
-) -> tuple[PlanningProblem, Planned]:
+def _judged(fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem, known: Candidates) -> Solution:
     """Returns a plan with activations on disk as it will be run, and the problem that it solves. Raises NotWorthwhile."""
     # On a host that has room for all of it, it would take no longer: so that bound holds here too.
     bound = Candidates.like(known, problem).certificate(problem.budgets.device, None)
@@ -307,9 +282,7 @@ def _causes(problem: PlanningProblem, sent: Sequence[str], error: DoesNotFit) ->
 # ----------------------------------------------------------------------------------------------- how, by simulated time
 
 
-def _fastest(
-    fixed: PlanningProblem, planned: Planned, candidates: Candidates, sent: Sequence[str], roomy: Roomy
-) -> tuple[PlanningProblem, Planned]:
+def _fastest(fixed: PlanningProblem, planned: Planned, candidates: Candidates, sent: Sequence[str], roomy: Roomy) -> Solution:
     """Returns the fastest of the plan and its variants: other homes of the same bytes on disk, and reads further ahead."""
     _check_room(fixed)
     if "disk" not in fixed.fixed_homes.values():

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from mtcompile.capture.tracing import trace_joint
+from mtcompile.kernels.same_bits import has_same_bits
 from mtcompile.passes.cuts.fragments.check import check_cut
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights, possible_cuts
 from mtcompile.passes.cuts.fragments.linear import linears
@@ -74,7 +75,8 @@ def test_a_cut_gives_the_same_bits_where_no_sum_is_split(shape: tuple[int, ...],
 def test_a_whole_weight_for_the_input_gradient_gives_the_same_bits(
     sizes: tuple[int, int, int, int], dtype: torch.dtype, threads: int
 ) -> None:
-    """Also where rows at the end, or sizes that no tile divides, would take another kernel by themselves."""
+    """Also where rows at the end, or sizes that no tile divides, would take another kernel by themselves; but for the products
+    that are told not to, on some processors."""
     tokens, width, rows, last = sizes
     joint, inputs = trace_joint(Two(rows, dtype, width=width, last=last), {"x": torch.randn(tokens, width, dtype=dtype)})
     before = torch.get_num_threads()
@@ -82,13 +84,14 @@ def test_a_whole_weight_for_the_input_gradient_gives_the_same_bits(
     try:
         whole = values(joint, inputs)
         for parts in (2, 16):
-            cut = copy_step(joint)
-            assert cut_weights(cut, Cut(rows * last * dtype.itemsize // parts, gathers=True)) == []
+            cut, by = copy_step(joint), Cut(rows * last * dtype.itemsize // parts, gathers=True)
+            assert cut_weights(cut, by) == []
             check_cut(joint, cut, splits=False)
             assert "second.weight" in {part.parameter for part in fragments_of(cut).values()}
             fragmented = values(cut, inputs)
             assert whole.keys() == fragmented.keys()
-            assert all(torch.equal(value, fragmented[name]) for name, value in whole.items())
+            equal = all(torch.equal(value, fragmented[name]) for name, value in whole.items())
+            assert equal or not has_same_bits(joint, by, torch.device("cpu"))
     finally:
         torch.set_num_threads(before)
 

@@ -24,18 +24,18 @@ def planned(us: float, bound_us: float = 0.0, read_bytes: int = 0) -> tuple[Plan
 
 
 @pytest.mark.parametrize(
-    ("us", "needed", "counts", "taken"),
+    ("us", "more", "counts", "taken"),
     [
-        ({22: 100.0, 24: 90.0, 28: 80.0, 36: 85.0}, 0, [24, 28, 36], 28),
-        ({22: 100.0, 24: 101.0}, 0, [24], 22),
-        ({5: 100.0, 6: 90.0, 8: 80.0}, 0, [6, 8, 12], 8),  # no more fit the disk
-        ({39: 100.0, 40: 90.0}, 0, [40], 40),  # all are there
+        ({22: 100.0, 24: 90.0, 28: 80.0, 36: 85.0}, 2, [24, 28, 36], 28),
+        ({22: 100.0, 24: 101.0}, 2, [24], 22),
+        ({5: 100.0, 6: 90.0, 8: 80.0}, 1, [6, 8, 12], 8),  # no more fit the disk
+        ({39: 100.0, 40: 90.0}, 1, [40], 40),  # all are there
         ({0: 100.0, 9: 90.0, 27: 95.0}, 9, [9, 27], 9),  # a step that fits without a disk, and barely
         ({0: 100.0}, 0, [], 0),  # and with room
     ],
 )
 def test_more_homes_go_to_disk_as_long_as_that_is_faster(
-    us: dict[int, float], needed: int, counts: list[int], taken: int
+    us: dict[int, float], more: int, counts: list[int], taken: int
 ) -> None:
     asked = list[int]()
 
@@ -47,7 +47,7 @@ def test_more_homes_go_to_disk_as_long_as_that_is_faster(
         return planned(us[len(there)])
 
     first = min(us)
-    assert with_more_homes(planned(us[first]), HOMES, (first, needed), plan)[1].plan.total_us == us[taken]
+    assert with_more_homes(planned(us[first]), HOMES, first, more, plan)[1].plan.total_us == us[taken]
     assert asked == counts
 
 
@@ -57,4 +57,4 @@ def test_no_more_go_there_where_a_step_is_near_its_bound_or_waits_for_the_disk()
 
     busy = int(95.0 * MACHINE.disk_read_gbps * 1e3)  # bytes that are read in 95 µs
     for fastest in (planned(100.0, bound_us=96.0), planned(100.0, read_bytes=busy)):
-        assert with_more_homes(fastest, HOMES, (4, 0), plan) is fastest
+        assert with_more_homes(fastest, HOMES, 4, 1, plan) is fastest

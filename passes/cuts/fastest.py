@@ -1,0 +1,73 @@
+"""Finds the fastest form of a step, with the widest choice of forms that its limits ask for, and first without its disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mtcompile.passes.cuts.bounds import is_small
+from mtcompile.passes.cuts.compare import Comparison, rows_of
+from mtcompile.passes.cuts.form import Allowed, Form, chains_of_forms
+from mtcompile.passes.cuts.forms import Forms, S
+from mtcompile.passes.cuts.fragments.cut import UNCUT, possible_cuts
+from mtcompile.passes.planning.disk.more_homes import may_gain
+from mtcompile.passes.planning.disk.without import may_fit_without
+from mtcompile.passes.planning.planner import may_be_resident
+
+
+def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
+    """Compares those of the allowed forms that the fastest may be among. Where there is a disk, compares them without it first,
+    as far as plans may fit; then a few that could be faster with it."""
+    candidates = forms.first.candidates
+    problem = replace(candidates.problem, budgets=forms.limits)
+    if forms.limits.disk is None or not may_fit_without(problem, candidates, inside=not is_small(candidates)):
+        return _compared(Comparison(forms, allowed))
+    without = _compared(Comparison(forms.without_disk(), replace(allowed, begins=UNCUT.begins)))
+    if (best := without.best) is not None and not may_gain(best[0].candidates.problem, best[1]):
+        return without
+    return _compared(Comparison(forms, allowed).after(without))
+
+
+def _compared(comparison: Comparison[S]) -> Comparison[S]:
+    """Compares those of the allowed forms that the fastest may be among. Where none fits, or the fastest of them could be much
+    slower than others, compares what is kept for that too: few rows of all embeddings, fragments, and, where none fits, then
+    finer fragments than a disk could read."""
+    forms, allowed, first = comparison.forms, comparison.allowed, comparison.forms.first
+    now, last = (allowed.fragments, allowed.embeddings), (allowed.last_fragments, allowed.last_embeddings)
+    if allowed.last_embeddings != allowed.embeddings and rows_of(forms, allowed.embeddings) == rows_of(forms, last[1]):
+        last = allowed.last_fragments, allowed.embeddings  # so that nothing is compared twice
+    for (fragments, embeddings), begins in dict.fromkeys(((now, allowed.begins), (last, allowed.begins), (last, UNCUT.begins))):
+        rows = None if embeddings == "auto" and comparison.is_resident(first) else forms.in_rows(first, embeddings)
+        takes_all = rows is None or forms.may_take_all_rows(first, rows)
+        chains = list(chains_of_forms(allowed, first.form, possible_cuts(forms.captured, fragments, begins)[1:]))
+        comparison.hurries = allowed.in_fragments or fragments != allowed.fragments
+        if comparison.lead is not None:  # those that differ most from what was compared: then most others need no search
+            chains.reverse()
+
+        def chain(finer: list[Form], taken: str | None) -> Iterator[S]:
+            for form in finer:
+                if comparison.is_too_fine(form):
+                    return
+                if not comparison.has_room_for(form):
+                    continue
+                step = first if form == first.form else forms.cut(form)
+                if step is not None and taken is not None:
+                    step = forms.in_rows(step, taken)
+                if step is not None:
+                    yield step
+                elif form.cut == UNCUT:  # there is nothing more to cut
+                    return
+
+        kinds = [(first, None)] * takes_all + ([] if rows is None else [(rows, embeddings)])
+        if not may_be_resident(replace(first.candidates.problem, budgets=forms.limits)):
+            kinds.reverse()  # few rows are likely to be faster
+        finer = [each for each in chains if each != [first.form]]
+        comparison.compare([(coarsest, [chain(each, taken) for each in finer]) for coarsest, taken in kinds])
+        if comparison.lead is not None and (comparison.is_near or not allowed.compares_last):
+            break
+        if comparison.lead is None and not comparison.could_fit():
+            break
+    comparison.plan_waiting()
+    if not comparison.fitting:
+        comparison.plan_unlikely()
+    return comparison
