@@ -29,6 +29,7 @@ _PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at 
 _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
+_SEEDED = 1.012  # times the bound: climbs begin at seeds, too, above
 _FASTER = 0.999  # times the plan taken: less is not worth a climb
 _SLOWER, _IN_A_ROW = 1.02, 2  # times the plan taken: after so many slower plans in a row, lower limits gain nothing
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
@@ -102,7 +103,8 @@ class Climbs:
         self.frontier, self.limits, self.ways, self.evaluate, self.bound = frontier, limits, ways, evaluate, bound
         self.seeds, self._following, self._rising = seeds, dict(following), sorted((*limits, *following))
         self._finer: dict[int, Sequence[int]] = {}  # limits between one and the next, where the bound falls steeply
-        self._unpolished: dict[int, Plan] = {}
+        self._ended: dict[int, Sequence[Plan]] = {}
+        self._others_follow = bool(following)
         self.plans: dict[Limits, Plan] = {}  # with those within limits on the host (see ``hosts``)
 
     def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]], host: int | None = None) -> Plan:
@@ -201,46 +203,67 @@ class Climbs:
     def _apart(self) -> set[int]:
         return {*apart(self.limits, lambda limit: self.bound(limit, None))}
 
-    def _from_next_lower(self, limits: Limits, below: int) -> Plan:
-        """Climbs from the plan of a limit a little ``below``, which is never faster; from the polished one only where that
+    def _climbed(self, limit: int) -> Plan:
+        """Returns the fastest plan at which climbs to a limit end, before it is polished."""
+        return min(self._ends(limit), key=_us)
+
+    def _ends(self, limit: int) -> Sequence[Plan]:
+        """Returns the plans at which climbs to a limit end: from plans of lower limits and, where others follow, from seeds.
+        The slower one may lead farther with more memory."""
+        if limit not in self._ended:
+            below, limits = self._following.get(limit), Limits(limit)
+            climbs = self._from_frontier(limits) if below is None else self._from_next_lower(limits, below)
+            self._ended[limit] = [climb.best for climb in climbs]
+        return self._ended[limit]
+
+    def _from_next_lower(self, limits: Limits, below: int) -> Sequence[Climb]:
+        """Climbs from the plans of a limit a little ``below``, which are never faster; from the polished one only where that
         limit follows none, as moves lead less far from there. From seeds, too, where the bound falls from the last limit below
         that follows none: few moves do not lead as far."""
-        start = self._climbed(below) if below in self._following else self._plan(below)
-        climb = Climb(limits, self.ways, self.evaluate, start)
-        climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
+        starts = self._ends(below)
+        if below not in self._following:
+            starts = [self._plan(below) if start is self._climbed(below) else start for start in starts]
+        climbs = [Climb(limits, self.ways, self.evaluate, start) for start in starts]
+        for climb in climbs:
+            climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
         lower = self.limits[bisect_right(self.limits, limits.device) - 1]
         falls = self.bound(*limits) <= _BOUND_FALLS * self.bound(lower, None)
-        return (self._seeded(climb) if falls else climb).best
+        return self._to_go_on(climbs, self._from_seeds(min(climbs, key=_ended_us)) if falls else [])
 
-    def _climbed(self, limit: int) -> Plan:
-        if limit not in self._unpolished:
-            below, limits = self._following.get(limit), Limits(limit)
-            self._unpolished[limit] = self._from_frontier(limits) if below is None else self._from_next_lower(limits, below)
-        return self._unpolished[limit]
-
-    def _from_frontier(self, limits: Limits) -> Plan:
+    def _from_frontier(self, limits: Limits) -> Sequence[Climb]:
         starts = [self.reached(max(self.limits[0], int(limits.device * share))) for share in _STARTS]
         climbs = [Climb(limits, self.ways, self.evaluate, start) for start in {id(start): start for start in starts}.values()]
         for climb, most in zip(climbs, _MOVES, strict=False):
             climb.go_on(self.ways.kinds, most * self.ways.patience)
-        best = self._seeded(min(climbs, key=lambda climb: climb.best.total_us))
+        best = min(climbs, key=_ended_us)
+        climbs = self._to_go_on([best], self._from_seeds(best))
         many = _MANY if self.ways.differ else 1
-        best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
-        if (best := self._kicked(best)).best.total_us > _FAR * self.bound(*limits) and self.ways.differ:
+        for climb in climbs:
+            climb.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
+        fastest = min(range(len(climbs)), key=lambda number: climbs[number].best.total_us)
+        climbs[fastest] = best = self._kicked(climbs[fastest])
+        if best.best.total_us > _FAR * self.bound(*limits) and self.ways.differ:
             best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * _MANY_FAR)
-        return best.best
+        return climbs
 
-    def _seeded(self, best: Climb) -> Climb:
-        """Climbs from seeds, too, where a climb ends far above its bound: from the fastest for each number of blocks ahead."""
-        if best.best.total_us <= _FAR * self.bound(*best.limits):
-            return best
+    def _to_go_on(self, climbs: Sequence[Climb], seeded: Sequence[Climb]) -> list[Climb]:
+        """Returns the climbs to go on with: for limits that others follow, the first and the fastest of the others."""
+        first, *others = *climbs, *seeded
+        if not self._others_follow:
+            return [min((first, *others), key=_ended_us)]
+        return [first, *([min(others, key=_ended_us)] if others else [])]
+
+    def _from_seeds(self, best: Climb) -> list[Climb]:
+        """Returns climbs from seeds, where the best of the others ends far above its bound: from the fastest seed for each
+        number of blocks ahead."""
+        if best.best.total_us <= _SEEDED * self.bound(*best.limits):
+            return []
         plans = self.seeds.plans(best.limits._asdict(), self.evaluate)
         within = sorted((plan for plan in plans if not best.limits.missing(plan)), key=lambda plan: -plan.total_us)
-        for plan in {plan.lookahead: plan for plan in within}.values():
-            anew = replace(best, best=plan)
-            anew.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience)
-            best = min((best, anew), key=lambda climb: climb.best.total_us)
-        return best
+        climbs = [replace(best, best=plan) for plan in {plan.lookahead: plan for plan in within}.values()]
+        for climb in climbs:
+            climb.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience)
+        return climbs
 
     def _kicked(self, best: Climb) -> Climb:
         """Climbs on from where a climb ended, after each kick, and once more from the best of these if that helped."""
@@ -254,6 +277,14 @@ class Climbs:
             if best.best is ended:
                 break
         return best
+
+
+def _us(plan: Plan) -> float:
+    return plan.total_us
+
+
+def _ended_us(climb: Climb) -> float:
+    return climb.best.total_us
 
 
 @dataclass(slots=True)

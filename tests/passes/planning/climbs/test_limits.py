@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.climbs import climb as climb_module
-from mtcompile.passes.planning.climbs.climb import Climbs
+from mtcompile.passes.planning.climbs.climb import Climb, Climbs, Ways
 from mtcompile.passes.planning.climbs.limits import apart, limits_in_between, parts_of
+from mtcompile.passes.planning.frontier import Point
 from mtcompile.passes.planning.problem import PlanningProblem
 from tests.passes.planning.drawn_plans import MACHINES, WAYS, crossing
 
@@ -118,6 +120,32 @@ def test_a_plan_is_polished_only_where_that_may_make_it_about_as_fast_as_the_fas
     climbs = Climbs([], [1000, 2000], {}, ways, lambda plan: plan, lambda device, host: 100.0, ways)
     best = climbs.best(None, Plan(step_time_us=150.0), lambda plan: [plan])
     assert best.total_us == min(120.0, climbed_us - 1.0) and polished == [2000, *([1000] if polishes else [])]
+
+
+def test_a_slower_plan_leads_on_to_the_next_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The climb from the frontier ends at 120 µs, that from a seed at 119: with more memory, at 100 and at 118."""
+    ends = {1000: {150.0: 120.0, 130.0: 119.0}, 1500: {120.0: 100.0, 119.0: 118.0}}
+
+    def go_on(climb: Climb, kinds: object, most: int) -> None:
+        ended_us = ends[climb.limits.device].get(climb.best.total_us, climb.best.total_us)
+        climb.best = plan_of(ended_us)
+
+    def plan_of(us: float) -> Plan:
+        return Plan(step_time_us=us, peak_bytes={"device": 900})
+
+    monkeypatch.setattr(Climb, "go_on", go_on)
+    start = plan_of(150.0)
+    seeds: Any = SimpleNamespace(plans=lambda limits, evaluate: [plan_of(130.0)])
+    ways = Ways([], {}, lambda plan, unused: iter(()))
+
+    def fastest_us(bound_us: float, device: int) -> float:
+        about = ways, lambda plan: plan, lambda device, host: bound_us, seeds
+        return (
+            Climbs([Point(start, (start,), 0)], [1000], {1500: 1000}, *about).best(device, start, lambda plan: [plan]).total_us
+        )
+
+    assert fastest_us(90.0, 1000) == 119.0 and fastest_us(90.0, 1500) == 100.0
+    assert fastest_us(119.5, 1000) == 120.0  # so near the bound that there are no seeds
 
 
 def limits_asked(
