@@ -42,11 +42,13 @@ def first_form(joint: fx.GraphModule, device: int | None) -> Form:
 
 
 def first_chunks(joint: fx.GraphModule, device: int | None) -> int:
-    """Returns the number of chunks of the loss head to begin with: one, unless its logits take a large part of the device."""
+    """Returns the number of chunks of the loss head to begin with: one, unless its logits take a large part of the device. Few
+    chunks are as many as others are compared in, so that budgets share forms; many cost time."""
     nbytes = logits_nbytes(joint)
     if device is None or nbytes < device * _LARGE_HEAD:
         return 1
-    return int(min(AUTO[-1], 2 ** ceil(log2(nbytes / max(1.0, device * _LARGE_HEAD)))))
+    fewest = int(min(AUTO[-1], 2 ** ceil(log2(nbytes / max(1.0, device * _LARGE_HEAD)))))
+    return fewest if fewest > AUTO[-2] else next(number for number in AUTO if number >= fewest)
 
 
 @dataclass(frozen=True, slots=True)
