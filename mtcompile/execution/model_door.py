@@ -210,7 +210,7 @@ class ModelDoor(Door):
 
     def give_up_residents(self, error: DoesNotFit) -> bool:
         waits = self.frames.waiting() and (self.device.where.type != "cpu" or self.frames.hold)
-        if error.tier != "device" or "device" not in self.parameters.settled_tiers.values() or waits:
+        if error.tier == "disk" or "device" not in self.parameters.settled_tiers.values() or waits:
             return False
         if self.device.where.type != "cpu" and (self.frames.in_backward or self.parameters.held_elsewhere("device")):
             return False  # autograd expects gradients where parameters were, and a holder would not see them move

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 import mtcompile
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.planning import candidates as candidates_module
+from mtcompile.passes.planning.problem import DoesNotFit
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +88,17 @@ def test_a_longer_step_sends_home_only_those_it_has_no_room_for_and_bits_stay_eq
         assert model.memory_report()["peak_device_bytes"] <= 3000 * 1000
     assert on_device[0] > on_device[1] > set() and on_device[2] == on_device[1]
     assert all(map(torch.equal, model.parameters(), wanted[0].parameters()))
+
+
+@pytest.mark.parametrize(("tier", "leave"), [("device", True), ("host", True), ("disk", False)])
+def test_they_may_leave_where_the_device_or_the_host_lacks_room(tier: Any, leave: bool) -> None:
+    """The host, as with them there, the device sends more of what blocks save there."""
+    training = model, _ = compiled("2600KB", 16)
+    loss_of_step(training, 128)
+    door, before = model._mt_model.door, residents(model)
+    assert before and door.give_up_residents(DoesNotFit(tier, 1, ())) == leave
+    assert ("device" not in door.parameters.settled_tiers.values()) == leave and residents(model) == before
+    assert not leave or not door.give_up_residents(DoesNotFit(tier, 1, ()))  # a second refusal is final
 
 
 def test_a_step_that_fits_in_no_way_leaves_them_where_they_are() -> None:
