@@ -48,10 +48,10 @@ from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.disk.spill import within_disk
-from mtcompile.passes.planning.disk.without import Solution, may_fit_without, planned_without
+from mtcompile.passes.planning.disk.without import may_fit_without, planned_without
 from mtcompile.passes.planning.planner import homes_of_rows, may_be_resident, plan_like, resident_plan, structure
 from mtcompile.passes.planning.policies import KEEP_STATE
-from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, leaves_room
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, Solved, leaves_room
 from mtcompile.passes.proof.same_computation import same_computation
 from mtcompile.passes.proof.schedule import Given, check_schedule
 from mtcompile.passes.rewrites.collectives import check_reads
@@ -341,7 +341,7 @@ class _Forms:
         return self._by_form[key]
 
 
-def plan_for(form: _Form, target: Target, placement: RunnablePlacement, on_disk: bool, may_move: bool) -> Solution:
+def plan_for(form: _Form, target: Target, placement: RunnablePlacement, on_disk: bool, may_move: bool) -> Solved:
     """Returns the problem and its plan: that of the same step at other sizes, if it serves as well. With kernels that fuse,
     takes one region per phase if everything fits. ``on_disk``: False to plan as if there were no disk; ``may_move``: whether
     frozen weights may be set apart, to be there. Raises DoesNotFit."""

@@ -34,7 +34,7 @@ from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.evaluate import completed, shortfall
 from mtcompile.passes.planning.frontier import fits
-from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, Progress
+from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem, Progress, Solved
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.trace import time_of
 from mtcompile.torch_private import without_memory
@@ -138,7 +138,7 @@ def _plan(problem: PlanningProblem, progress: Progress) -> Plan:
             raise shortfall(least, "host")
         return fastest(candidates, budgets.device, budgets.host).plan
 
-    def find(fixed: PlanningProblem) -> tuple[PlanningProblem, Planned]:
+    def find(fixed: PlanningProblem) -> Solved:
         candidate = QuickCandidates(fixed).quickly()
         if candidate is None:
             raise DoesNotFit("device", 0, ())

@@ -10,7 +10,7 @@ from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.activations import Find
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.disk.without import may_fit_without, planned_without
-from mtcompile.passes.planning.problem import Planned, PlanningProblem
+from mtcompile.passes.planning.problem import Planned, PlanningProblem, Solved
 
 
 def fastest(candidates: Candidates, device: int | None, host: int | None) -> Planned:
@@ -36,7 +36,7 @@ def _finder(candidates: Candidates, device: int | None) -> Find:
     """Returns the function that plans a problem of that step, with some homes on disk or none."""
     searched = candidates
 
-    def find(fixed: PlanningProblem) -> tuple[PlanningProblem, Planned]:
+    def find(fixed: PlanningProblem) -> Solved:
         nonlocal searched
         known = searched.problem
         if (fixed.fixed_homes, fixed.budgets.disk) != (known.fixed_homes, known.budgets.disk):

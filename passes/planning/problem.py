@@ -57,6 +57,9 @@ class Planned:
     schedule: Schedule
 
 
+Solved = tuple[PlanningProblem, Planned]  # a plan, and the problem that it solves
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """An evaluated plan, with its peaks and times. ``lowered``: gives the schedule that they are of, without dependencies; it

@@ -7,19 +7,18 @@ from dataclasses import replace
 
 from mtcompile import cache
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.disk.without import Solution
 from mtcompile.passes.planning.planner import plan_among
-from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem, leaves_room, shortage_beside
+from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem, Solved, leaves_room, shortage_beside
 
 _PARTS = 8  # budgets to try between the smallest that works and all
 
 
-def plan_beside(known: Candidates, problem: PlanningProblem, policy: str, beside: int) -> Solution:
+def plan_beside(known: Candidates, problem: PlanningProblem, policy: str, beside: int) -> Solved:
     """Returns the fastest plan found that leaves room for what ``beside`` more forwards of it hold, and the problem that it
     solves, whose device budget is a part of the whole. Raises DoesNotFit. ``known``: of a problem that may differ in limits."""
     candidates = Candidates.like(known, problem, cache.search_store(problem))
 
-    def planned_within(nbytes: int | None) -> Solution:
+    def planned_within(nbytes: int | None) -> Solved:
         part = replace(problem, budgets=replace(problem.budgets, device=nbytes))
         return part, cache.recalled(part, policy, functools.partial(plan_among, candidates, part.budgets, policy))
 

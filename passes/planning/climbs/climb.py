@@ -121,7 +121,7 @@ class Climbs:
             if self.bound(limit, host) >= _FASTER * taken.total_us or slower == _IN_A_ROW:
                 break
             if not self._gains_little(limit, taken.total_us):
-                taken = min((taken, *fitting(plan := self._plan_if(limit, taken.total_us))), key=lambda plan: plan.total_us)
+                taken = min((taken, *fitting(plan := self._plan_if(limit, taken.total_us))), key=_us)
                 if limit not in self._following:
                     slower = slower + 1 if self._is_much_slower(plan, limit, taken.total_us) else 0
         return taken
@@ -176,12 +176,12 @@ class Climbs:
         if self.ways.polish is None or not is_worth_polishing(plan, bound_us):
             return plan
         if (serving := self._polished_for(limits.device)) != limits.device:
-            climb = Climb(limits, self.ways, self.evaluate, min(plan, self._plan(serving), key=lambda each: each.total_us))
+            climb = Climb(limits, self.ways, self.evaluate, min(plan, self._plan(serving), key=_us))
             climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
             return climb.best
         place = bisect_left(self.limits, limits.device)
         starts = plan, *map(self._climbed, self.limits[max(0, place - 1) : place])  # the next limit below may lead farther
-        climb = Climb(limits, self.ways, self.evaluate, min(starts, key=lambda each: each.total_us))
+        climb = Climb(limits, self.ways, self.evaluate, min(starts, key=_us))
         self.ways.polish(climb, bound_us)
         return climb.best
 
@@ -240,11 +240,10 @@ class Climbs:
         many = _MANY if self.ways.differ else 1
         for climb in climbs:
             climb.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
-        fastest = min(range(len(climbs)), key=lambda number: climbs[number].best.total_us)
-        climbs[fastest] = best = self._kicked(climbs[fastest])
+        best = self._kicked(fastest := min(climbs, key=_ended_us))
         if best.best.total_us > _FAR * self.bound(*limits) and self.ways.differ:
             best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * _MANY_FAR)
-        return climbs
+        return [best if climb is fastest else climb for climb in climbs]
 
     def _to_go_on(self, climbs: Sequence[Climb], seeded: Sequence[Climb]) -> list[Climb]:
         """Returns the climbs to go on with: for limits that others follow, the first and the fastest of the others."""
@@ -273,7 +272,7 @@ class Climbs:
                 anew = replace(best, best=replace(ended, step_time_us=inf), remaining=_MOVES[-1])
                 if anew.is_better(plan):
                     anew.go_on(self.ways.kinds, _MOVES[-1] * self.ways.patience)
-                    best = min((best, anew), key=lambda climb: climb.best.total_us)
+                    best = min((best, anew), key=_ended_us)
             if best.best is ended:
                 break
         return best

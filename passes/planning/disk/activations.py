@@ -19,12 +19,12 @@ from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.evaluate import evaluate, shortfall
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.pace import impatient
-from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
+from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Solved
 from mtcompile.runtime.schedule import MOST_NBYTES, Schedule
 from mtcompile.runtime.sim import clock
 from mtcompile.runtime.trace import time_of
 
-Find = Callable[[PlanningProblem], tuple[PlanningProblem, Planned]]
+Find = Callable[[PlanningProblem], Solved]
 Roomy = Callable[[Schedule], bool]
 Evenly = Callable[[Sequence[str]], list[str]]
 Serves = Callable[[Candidate], bool]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mtcompile.passes.planning.disk.without import Solution
-from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, Solved
 
 MORE_OF = 11  # homes on disk: one more for so many is tried first
 _FAR = 1.05  # times the bound: no more go to disk below, ...
@@ -17,12 +16,12 @@ _BUSY = 0.9  # ... nor where the drive is busy for such a share of the step
 
 
 def with_more_homes(
-    fastest: Solution,
+    fastest: Solved,
     order: Sequence[str],
     count: int,
     more: int,
-    plan: Callable[[tuple[str, ...]], Solution],
-) -> Solution:
+    plan: Callable[[tuple[str, ...]], Solved],
+) -> Solved:
     """Returns the ``fastest`` problem and plan, with the first ``count`` homes in ``order`` on disk, or those with ``more``
     there, then with twice as many more, and so on, as long as each is faster than the one before. ``plan``: plans with some
     homes on disk, or raises DoesNotFit."""

@@ -28,10 +28,10 @@ from mtcompile.passes.planning.disk.limits import NotWorthwhile, check_worthwhil
 from mtcompile.passes.planning.disk.more_homes import MORE_OF, with_more_homes
 from mtcompile.passes.planning.disk.shortage import short_of_host, surely_short
 from mtcompile.passes.planning.disk.spacing import evenly, spaced
-from mtcompile.passes.planning.disk.without import Solution, may_fit_without, planned_without
+from mtcompile.passes.planning.disk.without import may_fit_without, planned_without
 from mtcompile.passes.planning.evaluate import completed
 from mtcompile.passes.planning.frontier import fits
-from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
+from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Solved
 from mtcompile.runtime.schedule import MOST_NBYTES, gib
 
 _SHIFTS = 3  # of homes in equal distances, that are tried
@@ -46,7 +46,7 @@ def within_disk(
     roomy: Roomy = lambda schedule: True,
     homes_move: bool = True,
     known: Candidates | None = None,
-) -> Solution:
+) -> Solved:
     """Returns the problem, with the homes on disk that its plan needs there, and its plan. ``find``: plans a problem, whose
     device budget it may lower, or raises DoesNotFit, as this does. ``roomy``: tells whether a schedule leaves enough room for
     others beside it. ``homes_move``: False to raise DoesNotFit where homes do not fit the host, unless some are on disk. Where
@@ -58,7 +58,7 @@ def within_disk(
     if problem.budgets.disk_direct is not None:
         return _within_disk(problem, known, find, roomy, homes_move)
     ways = [replace(problem, budgets=replace(problem.budgets, disk_direct=direct)) for direct in (False, True)]
-    planned, refused = list[Solution](), list[DoesNotFit]()
+    planned, refused = list[Solved](), list[DoesNotFit]()
     for way in ways:
         try:
             planned.append(_within_disk(way, known, find, roomy, homes_move))
@@ -71,7 +71,7 @@ def within_disk(
     return min(planned, key=lambda each: each[1].plan.total_us)
 
 
-def _within_disk(problem: PlanningProblem, known: Candidates, find: Find, roomy: Roomy, homes_move: bool) -> Solution:
+def _within_disk(problem: PlanningProblem, known: Candidates, find: Find, roomy: Roomy, homes_move: bool) -> Solved:
     """Plans with any homes on disk. If none fits, plans once more with those on the host whose updates on disk would take more
     of the host than they take there, such as a large embedding's."""
     try:
@@ -106,7 +106,7 @@ def _dear(problem: PlanningProblem) -> list[str]:
     return order[: taken.index(min(taken))] if taken else []
 
 
-def _with_any_on_disk(problem: PlanningProblem, known: Candidates, find: Find, roomy: Roomy, homes_move: bool) -> Solution:
+def _with_any_on_disk(problem: PlanningProblem, known: Candidates, find: Find, roomy: Roomy, homes_move: bool) -> Solved:
     budgets = problem.budgets
     homes_move = homes_move or "disk" in problem.fixed_homes.values()
     sent: tuple[str, ...] = ()
@@ -160,7 +160,7 @@ def _with_any_on_disk(problem: PlanningProblem, known: Candidates, find: Find, r
                 raise min(final, least, spilled.least, key=lambda each: each.minimum) from None
     fastest = _with_these(problem, known, find, roomy, sent, (part, planned), refused)
 
-    def with_more(there: tuple[str, ...]) -> Solution:
+    def with_more(there: tuple[str, ...]) -> Solved:
         _check_room(fixed := _with_homes(problem, there))
         return _with_these(problem, known, find, roomy, there, find(fixed))
 
@@ -174,12 +174,12 @@ def _with_these(
     find: Find,
     roomy: Roomy,
     sent: Sequence[str],
-    planned: Solution,
+    planned: Solved,
     refused: PlanningProblem | None = None,
-) -> Solution:
+) -> Solved:
     """Returns the fastest plan with so many homes on disk, of variants of one that is ``planned``, and with activations there
     too: also beside the homes of a problem that was ``refused`` without these. Raises NotWorthwhile."""
-    at_home: Solution | None = None
+    at_home: Solved | None = None
     worth, bound, fixed = inf, 0.0, _with_homes(problem, sent)
     try:
         varied = replace(problem, budgets=planned[0].budgets)
@@ -201,7 +201,7 @@ def _with_these(
     return at_home
 
 
-def _judged(fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem, known: Candidates) -> Solution:
+def _judged(fixed: PlanningProblem, candidate: Candidate, problem: PlanningProblem, known: Candidates) -> Solved:
     """Returns a plan with activations on disk as it will be run, and the problem that it solves. Raises NotWorthwhile."""
     # On a host that has room for all of it, it would take no longer: so that bound holds here too.
     bound = Candidates.like(known, problem).certificate(problem.budgets.device, None)
@@ -282,7 +282,7 @@ def _causes(problem: PlanningProblem, sent: Sequence[str], error: DoesNotFit) ->
 # ----------------------------------------------------------------------------------------------- how, by simulated time
 
 
-def _fastest(fixed: PlanningProblem, planned: Planned, candidates: Candidates, sent: Sequence[str], roomy: Roomy) -> Solution:
+def _fastest(fixed: PlanningProblem, planned: Planned, candidates: Candidates, sent: Sequence[str], roomy: Roomy) -> Solved:
     """Returns the fastest of the plan and its variants: other homes of the same bytes on disk, and reads further ahead."""
     _check_room(fixed)
     if "disk" not in fixed.fixed_homes.values():

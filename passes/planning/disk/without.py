@@ -8,9 +8,7 @@ from math import inf
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.activations import Find
 from mtcompile.passes.planning.disk.shortage import surely_short
-from mtcompile.passes.planning.problem import Planned, PlanningProblem
-
-Solution = tuple[PlanningProblem, Planned]  # a plan, and the problem that it solves
+from mtcompile.passes.planning.problem import PlanningProblem, Solved
 
 
 def may_fit_without(problem: PlanningProblem, known: Candidates, inside: bool = True) -> bool:
@@ -22,7 +20,7 @@ def may_fit_without(problem: PlanningProblem, known: Candidates, inside: bool = 
     return Candidates.like(known, replace(problem, budgets=budgets)).bound_us(budgets.device, budgets.host, inside) < inf
 
 
-def planned_without(problem: PlanningProblem, known: Candidates, find: Find) -> Solution:
+def planned_without(problem: PlanningProblem, known: Candidates, find: Find) -> Solved:
     """Returns the plan that ``find`` finds where there is no disk, and the problem that it solves, which has one. Plans a
     problem with homes on disk as it is. Raises DoesNotFit."""
     if "disk" in problem.fixed_homes.values():
