@@ -18,7 +18,7 @@ from mtcompile import compiler
 from mtcompile.capture.joint import joint_key
 from mtcompile.kernels.eager import Built, EagerKernels
 from mtcompile.kernels.measure import Alone
-from mtcompile.passes.cuts import bounds, compare
+from mtcompile.passes.cuts import compare
 from mtcompile.passes.planning import candidates, frontier
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.figures import lean
@@ -78,7 +78,6 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(Candidates, "_climbs", lambda self: None)
         monkeypatch.setattr(frontier, "ROUNDS", 1)
         monkeypatch.setattr(lean, "_SOME_HOMES", 0)  # few ways to need little of the host
-        monkeypatch.setattr(bounds, "_HALVINGS", 4)  # a form's least bytes are known less exactly
     if not request.node.nodeid.startswith((*_SEARCHED_WHOLE, *_BOUNDED)):
         monkeypatch.setattr(Candidates, "ladders", property(lambda candidates: candidates._by_density))
         monkeypatch.setattr(Candidates, "resident_may_be_slow", False)

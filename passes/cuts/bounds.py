@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from math import inf
-
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.form import SMALL
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.step_graph import kernel_of, regions
 
 PROMISE = 0.998  # of the best form's bound: others that promise less are not searched
-_HALVINGS = 12  # between nothing and what a form's floor needs
 
 
 def could_be_faster(candidates: Candidates, limits: Budgets, us: float) -> bool:
@@ -35,14 +32,3 @@ def is_small(candidates: Candidates) -> bool:
 def least_us(candidates: Candidates) -> float:
     """Returns the µs that each plan of a step takes, however much memory there is."""
     return candidates.bound_us(None, None) if candidates.resident_may_be_slow else candidates.resident.plan.total_us
-
-
-def least_nbytes(candidates: Candidates) -> int:
-    """Returns about the most device bytes with which no plan of a step fits, by its linear program; never more."""
-    low, high = 0, candidates.floor
-    if candidates.bound_us(low, None) < inf:  # there is no solver
-        return high
-    for _ in range(_HALVINGS):
-        middle = (low + high) // 2
-        low, high = (middle, high) if candidates.bound_us(middle, None) == inf else (low, middle)
-    return low

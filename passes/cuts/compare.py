@@ -18,7 +18,7 @@ from typing import Generic
 
 from mtcompile.passes.analysis.rows import fetched_by_rows
 from mtcompile.passes.analysis.state import held_nbytes
-from mtcompile.passes.cuts.bounds import PROMISE, could_be_faster, is_small, least_nbytes, least_us, promises_more
+from mtcompile.passes.cuts.bounds import PROMISE, could_be_faster, is_small, least_us, promises_more
 from mtcompile.passes.cuts.form import Allowed, Form
 from mtcompile.passes.cuts.forms import Forms, S
 from mtcompile.passes.cuts.fragments.cut import UNCUT
@@ -35,6 +35,7 @@ _HOPELESS = 1.2  # times the best plan: what plans that need a little more memor
 _ENOUGH = 1.05  # of what another form could give: in each compilation, fragments that gain less are not searched
 _TO_BOUND = 1 / 3  # of the way from what short climbs find to the bound: what forms are compared by
 _TIED = 1.003  # times what another form is likely to take: one that promises more is searched, too
+_ABOUT = 0.999  # of the bytes that a form needs: others that need these are not made finer where none fits
 _CLOSE = 1.05  # times what short climbs take with all rows, or with few: finer forms of the other are compared too
 
 
@@ -50,7 +51,7 @@ class Comparison(Generic[S]):
     def __init__(self, forms: Forms[S], allowed: Allowed) -> None:
         self.forms, self.allowed = forms, allowed
         self.fitting, self.refused = list[tuple[S, Planned]](), list[tuple[S, DoesNotFit]]()
-        self._unlikely, self._considered, self._fewest = list[S](), dict[int, S](), dict[int, int]()
+        self._unlikely, self._considered = list[S](), dict[int, S]()
         self.hurries, self._too_many_chunks = False, inf
         self._coarsest, self._compared, self._waiting, self._left_out = list[S](), dict[int, S](), list[S](), list[S]()
 
@@ -153,9 +154,17 @@ class Comparison(Generic[S]):
             return
         left_out = {id(form) for form in self._left_out}
         for form, chains in kinds:
-            for number, chain in enumerate(chains if id(form) not in left_out else ()):
+            skipped = id(form) in left_out or self._needs_no_less(form, coarsest)
+            for number, chain in enumerate(() if skipped else chains):
                 if not (number and self._gains_little_from_finer()) and not self._compare_finer(chain):
                     return
+
+    def _needs_no_less(self, form: S, coarsest: Sequence[S]) -> bool:
+        """Tells whether no form fits the device so far and one needs about as much of it as another before it, or more."""
+        if self.lead is not None or self._alone or any(error.tier != "device" for _, error in self.refused):
+            return False
+        before = coarsest[: next((place for place, each in enumerate(coarsest) if each is form), 0)]
+        return any(_ABOUT * other.candidates.least_nbytes <= form.candidates.least_nbytes for other in before)
 
     def _compare_finer(self, chain: Iterable[S]) -> bool:
         """Compares a chain of finer and finer forms. Tells whether others could fit."""
@@ -174,7 +183,7 @@ class Comparison(Generic[S]):
             if lead is None and self._host_is_too_small():
                 return False
             if lead is None and not self._alone and not self._may_fit(form):
-                nbytes = self._least_nbytes(form)
+                nbytes = form.candidates.least_nbytes
                 if nbytes >= leanest and form.form.cut == UNCUT:  # more chunks or tiles need no less
                     break
                 leanest = min(leanest, nbytes)
@@ -227,8 +236,9 @@ class Comparison(Generic[S]):
     def has_room_for(self, form: Form) -> bool:
         """Tells whether a form that is not made yet could fit, or need less than those that did not, by its logits alone."""
         device = self.forms.limits.device
-        least = min((error.minimum for _, error in self.refused if error.tier == "device"), default=0)
-        return device is None or self.allowed.fuses or self._logits_nbytes // form.chunks <= max(device, least)
+        needed = [error.minimum for _, error in self.refused if error.tier == "device"]
+        needed += [form.candidates.floor for form in self._unlikely[:1]]
+        return device is None or self.allowed.fuses or self._logits_nbytes // form.chunks <= max(device, min(needed, default=0))
 
     @functools.cached_property
     def _logits_nbytes(self) -> int:
@@ -238,8 +248,9 @@ class Comparison(Generic[S]):
         """Plans forms that were not since they cannot fit the device: those that need less of it by their linear programs come
         first, until one fits or none can need less."""
         could_help = not self.refused or self.refusal[1].tier == "device"
-        for form in sorted(self._unlikely, key=self._least_nbytes) if could_help else ():
-            if self.fitting or (self.refused and self._least_nbytes(form) >= min(error.minimum for _, error in self.refused)):
+        for form in sorted(self._unlikely, key=lambda form: form.candidates.least_nbytes) if could_help else ():
+            least = form.candidates.least_nbytes
+            if self.fitting or (self.refused and least >= min(error.minimum for _, error in self.refused)):
                 return
             if self.forms.allows(form.form.cut):
                 self._attempt(form)
@@ -353,8 +364,3 @@ class Comparison(Generic[S]):
         else:
             if planned is not None:
                 self.fitting.append((form, planned))
-
-    def _least_nbytes(self, form: S) -> int:
-        if id(form) not in self._fewest:
-            self._fewest[id(form)] = least_nbytes(form.candidates)
-        return self._fewest[id(form)]

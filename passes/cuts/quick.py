@@ -92,9 +92,9 @@ class QuickCandidates(Candidates):
             for share in shares:
                 limits = {"device": int(share * device), "host": None}
                 try:
-                    optimum = self._relaxed(limits, decided, ahead, optimum)
+                    optimum = self._bounds.solve(limits, decided, ahead, optimum)
                 except Infeasible:  # and so is every lower share
                     plans += [base] * whole
                     break
-                plans.append(seed(self._relaxed, limits, base, rounding, Rule(decided), optimum))
+                plans.append(seed(self._bounds.solve, limits, base, rounding, Rule(decided), optimum))
         return [self._paced(plan) for plan in plans]

@@ -28,7 +28,7 @@ from mtcompile.passes.planning.frontier import Point, ample, choose, fits, fits_
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
 from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.program import Infeasible, NoSolver
-from mtcompile.passes.planning.linear.relaxation import Bounds, Relaxed, Solve, faster_than_resident
+from mtcompile.passes.planning.linear.relaxation import Bounds, Relaxed, faster_than_resident
 from mtcompile.passes.planning.linear.seeds import Rounding, Within, seed_ladders
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
@@ -129,7 +129,7 @@ class Candidates:
         """Lists of candidates from the floor up: by density, and by linear programs."""
         least, device = self._by_density[0][0], (self.floor, self.resident.plan.peak_bytes["device"])
         about = Rounding(self.blocks, self.sizes), device, list(self.open_params), self._most_varied < _FEW_SEARCHED
-        return (*self._by_density, *seed_ladders(self._relaxed, least, *about))
+        return (*self._by_density, *seed_ladders(self._bounds.solve, least, *about))
 
     @cached_property
     def _by_density(self) -> tuple[Ladder, ...]:
@@ -164,10 +164,6 @@ class Candidates:
         """True if the host may cast anything."""
         return may_cast(self.problem.step) and any(i.work == "convert" for i in self._streamed.instructions)
 
-    @property
-    def _relaxed(self) -> Solve:
-        return self._bounds.solve
-
     @cached_property
     def _bounds(self) -> Bounds:
         return Bounds(self.problem, self.blocks, home_costs(self.problem, self._streamed, self.resident.schedule))
@@ -178,15 +174,22 @@ class Candidates:
     def bound_us(self, device: int | None, host: int | None, inside: bool = True) -> float:
         """The µs of the fastest plan that could be within these bytes; infinite if there can be none, 0 without a solver.
         ``inside``: False for any form of the step (see ``relaxation``)."""
+        limits = {"device": device, "host": host, "disk": self.problem.budgets.disk}
         try:
-            return self._relaxed({"device": device, "host": host, "disk": self.problem.budgets.disk}, inside=inside).bound_us
+            return self._bounds.solve(limits, inside=inside).bound_us
         except Infeasible as error:
             return 0.0 if isinstance(error, NoSolver) else inf
 
     @cached_property
+    def least_nbytes(self) -> int:
+        """About the most device bytes with which no plan fits, by the linear program; never more."""
+        nbytes = self._bounds.solve.least_nbytes("device", {"disk": self.problem.budgets.disk})
+        return self.floor if nbytes is None else nbytes
+
+    @cached_property
     def resident_may_be_slow(self) -> bool:
         """True if a plan may be faster than the one with everything on the device, however much memory there is."""
-        return faster_than_resident(self.problem, self._relaxed, self.open_params, self.resident.plan.total_us)
+        return faster_than_resident(self.problem, self._bounds.solve, self.open_params, self.resident.plan.total_us)
 
     @exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
@@ -355,7 +358,11 @@ class Candidates:
             self.progress("planning", done, len(sampled) + remaining)
             points.append(Point(self._paced(ladder[position]).plan, ladder, position))
         refine(points, min(MOST_SEARCHED, _REFINED), lambda plan: self._paced(plan).plan, self.progress)
-        self._explore(points, remaining)
+        host = self.problem.budgets.host_activations
+        neighbours = unseen_neighbours(points, self.blocks, self.sizes, self.open_params, host)
+        for left, plan in zip(range(remaining, 0, -1), neighbours, strict=False):
+            self.progress("planning", len(points), len(points) + left)
+            points.append(Point((evaluated := self._paced(plan).plan), (evaluated,), 0))
         self._points = points
 
     @cached_property
@@ -369,8 +376,8 @@ class Candidates:
         if "disk" in self.problem.fixed_homes.values() or not self._evaluator.able:
             return None
         if self._improved is None:
-            rounding, held = Rounding(self.blocks, self.sizes), held_nbytes(self.problem.step, self.problem.budgets)
-            seeds = Within(self._relaxed, self._by_density[0][0], rounding, held)
+            held = held_nbytes(self.problem.step, self.problem.budgets)
+            seeds = Within(self._bounds.solve, self._by_density[0][0], Rounding(self.blocks, self.sizes), held)
             about = self.problem, self.blocks, self.open_params, self._points, self.resident.plan.peak_bytes["device"]
             self._improved = climbs_of(*about, lambda plan: self._paced(plan).plan, (self._bound_us, seeds))
             self._improved.plans |= {limits: self.evaluate(plan).plan for limits, plan in self._climbed.items()}
@@ -386,15 +393,8 @@ class Candidates:
     def _bound_us(self, device: int, host: int | None) -> float:
         """The µs of ``bound_us``. Each solution begins at the one before."""
         try:
-            relaxed = self._relaxed({"device": device, "host": host}, like=self._bounding.get(host is None))
+            relaxed = self._bounds.solve({"device": device, "host": host}, like=self._bounding.get(host is None))
         except Infeasible as error:
             return 0.0 if isinstance(error, NoSolver) else inf
         self._bounding[host is None] = relaxed
         return relaxed.bound_us
-
-    def _explore(self, points: list[Point], remaining: int) -> None:
-        """Adds plans that local search evaluates to ``points``, at most ``remaining`` of them."""
-        neighbours = unseen_neighbours(points, self.blocks, self.sizes, self.open_params, self.problem.budgets.host_activations)
-        for left, plan in zip(range(remaining, 0, -1), neighbours, strict=False):
-            self.progress("planning", len(points), len(points) + left)
-            points.append(Point((evaluated := self._paced(plan).plan), (evaluated,), 0))

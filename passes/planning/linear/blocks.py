@@ -178,7 +178,7 @@ def _fetch_again(problem: PlanningProblem, block: Block, terms: Terms, operands:
     """Adds the fetches of parameters that only what is made again reads in a backward."""
     read_in, sizes = _read_in(block.saved, block.index), param_nbytes(problem.step)
     readers = {user for value in block.saved for user in value.users}
-    readers |= {region for region in terms.of_phase("backward") if region.meta["block"] == block.index}
+    readers.update(terms.backwards.get(block.index, ()))
     read_anyway = {operand for region in readers for operand in region.all_input_nodes}
     homes = param_homes(problem.step, block.region)
     alike: dict[tuple[str, frozenset[int]], int] = defaultdict(int)

@@ -39,10 +39,9 @@ def gaps_between(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms:
     if problem.budgets.updates is not None and problem.budgets.updates.held:
         return []
     gaps, backwards = list[Gap](), terms.of_phase(PHASES[1])
-    by_block = [region.meta["block"] for region in backwards]
     for first, then in itertools.pairwise(backwards):
         low, high = then.meta["block"], first.meta["block"]
-        if low >= high or by_block.count(low) > 1 or by_block.count(high) > 1:
+        if low >= high or len(terms.backwards[low]) > 1 or len(terms.backwards[high]) > 1:
             continue
         idle, busy = terms.program.variable(None), terms.program.variable(None)
         terms.loads["exposed", PHASES[1]].append(Load(low, high, {idle: 1.0}))

@@ -91,10 +91,8 @@ def hold_memory(
     again = {index: terms.again(nbytes) for index, nbytes in weights.items()}  # fetched in the backward
     stored: dict[int, dict[int, float]] = defaultdict(dict)
     needed: dict[int, dict[int, float]] = defaultdict(dict)  # weights that a backward in one region reads, less casts' room
-    backward: dict[int, list[fx.Node]] = defaultdict(list)
     for region in terms.of_phase("backward"):
         index, needs = region.meta["block"], terms.needs[region]
-        backward[index].append(region)
         stored[index] = added(stored[index], terms.by_share(needs.stored))
         fewer = ({home: -nbytes for home, nbytes in each.items()} for each in (needs.grads, needs.cast_nbytes))
         needed[index] = added(*map(terms.by_share, (needs.read, needs.stored, *fewer)))
@@ -102,11 +100,11 @@ def hold_memory(
     at_backward: dict[int, list[tuple[dict[int, float], float]]] = {}  # rows of each block's backward
     always = problem.budgets.reserve + sum(held_nbytes(problem.step, problem.budgets).values())
     for place, (block, live) in enumerate(zip(blocks, waits.live, strict=True)):
-        index, back = block.index, choices.back
+        index, back, backward = block.index, choices.back, terms.backwards.get(block.index, [])
         if waits.ends is not None and index not in waits.ends:
             continue
         before, after = blocks[max(0, place - ahead) : place], blocks[place + 1 : place + 1 + ahead]
-        beside, whole = _beside(problem, backward[index])
+        beside, whole = _beside(problem, backward)
         near = [nbytes[other.index] for other in before for nbytes in (again, back)]
         near += [stored[other.index] for other in after]
         beyond = added(choices.leaving[index], choices.chain) if ahead else {}  # a plan may let it go later than it must
@@ -117,7 +115,7 @@ def hold_memory(
         if not counted.inside:  # the last block's may make what others save: the gradient of a loss head in chunks
             others = {variable: -nbytes for variable, nbytes in choices.saved[index].items()} if block is blocks[-1] else {}
             at_once = [(added(live, others, grads), always + grads_nbytes)]
-        elif whole and counted.again and (inside := _inside(problem, block, backward[index][0], insides)):
+        elif whole and counted.again and (inside := _inside(problem, block, backward[0], insides)):
             others = {variable: -nbytes for variable, nbytes in choices.saved[index].items()}
             at_once.append((added(live, others, beyond, *read, *near, grads), always + inside + grads_nbytes))
         at_backward[index] = at_once

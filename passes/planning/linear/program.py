@@ -14,6 +14,7 @@ import numpy
 from mtcompile.passes.planning.linear.solver import Solution, Solver, matrix_of, solver
 
 _GIB = 1 << 30
+_TOLERANCE = 256  # bytes by which a solver may break rows of memory
 Equation = tuple[dict[int, float], float]  # the sum of its terms, and what it is
 Work = tuple[Mapping[int, float], float]  # µs per unit of each variable, and constant µs
 
@@ -128,6 +129,25 @@ class Program:
         least, values = prepared.solver.whole(limits, prepared.bounds, variables)
         return least, {} if values is None else {variable: float(round(values[variable])) for variable in variables}
 
+    def least_nbytes(self, tier: str, budgets: Mapping[str, int | None], counted: Counted) -> int:
+        """Returns bytes of a tier that the program has no solution with fewer of, within ``budgets`` of others and in any time.
+        Raises Infeasible."""
+        limited = {each: nbytes for each, nbytes in budgets.items() if nbytes is not None and each != tier}
+        rows = [*self.rows, *(row for row in self.held[counted] if row.tier in (tier, *limited))]
+        of_tier = [0.0] * len(self.equal) + [-1.0 * (row.tier == tier) for row in rows]  # the factor of its bytes, in GiB
+        terms = [*(terms for terms, _ in self.equal), *(row.terms for row in rows)]
+        by_column = [
+            {0: factor} | {1 + variable: n for variable, n in each.items()} for factor, each in zip(of_tier, terms, strict=True)
+        ]
+        limits = [limit for _, limit in self.equal] + [row.limit + limited.get(row.tier or "", 0) / _GIB for row in rows]
+        bounds = numpy.zeros((1 + len(self.upper), 2))
+        bounds[:, 1] = [numpy.inf, *(numpy.inf if upper is None else upper for upper in self.upper)]
+        bounds[[1 + variable for variable in self.signed], 0] = -numpy.inf
+        solution = _solver(by_column, len(bounds), len(self.equal))(numpy.array(limits, dtype=float), bounds)
+        if solution is None:
+            raise Infeasible("expected a solution of the linear program, found none")
+        return max(0, int(solution.optimum * _GIB) - _TOLERANCE)
+
     def _within(self, budgets: Mapping[str, int | None], counted: Counted) -> tuple[_Prepared, Any]:
         """The program without the rows of tiers that have no budget, and the limits of its rows."""
         limited = tuple(tier for tier, nbytes in budgets.items() if nbytes is not None)
@@ -155,10 +175,7 @@ class Program:
         limits = numpy.array([limit for _, limit in equal] + [row.limit for row in rows], dtype=float)
         terms = [*(terms for terms, _ in equal), *(row.terms for row in rows)]
         by_column = [{int(columns[variable]): factor for variable, factor in each.items()} for each in terms]
-        try:
-            by_highs = solver(matrix_of(by_column, len(bounds)), len(equal))
-        except ImportError as error:  # an installation without dependencies: plans have no certificate, and are searched for
-            raise NoSolver("expected highspy or scipy") from error
+        by_highs = _solver(by_column, len(bounds), len(equal))
         unlimited = limits.copy()
         for tier in by_tier.keys() - {""}:
             unlimited[by_tier[tier]] = numpy.inf
@@ -175,6 +192,14 @@ class Program:
         for variable, alike in self.alike.items():
             columns[alike] = columns[variable]
         return columns
+
+
+def _solver(rows: Sequence[Mapping[int, float]], columns: int, equal: int) -> Solver:
+    """Returns a solver of a program's rows. Raises NoSolver."""
+    try:
+        return solver(matrix_of(rows, columns), equal)
+    except ImportError as error:  # an installation without dependencies: plans have no certificate, and are searched for
+        raise NoSolver("expected highspy or scipy") from error
 
 
 def _shortened(

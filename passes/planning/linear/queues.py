@@ -65,7 +65,7 @@ def take_time(
         if terms.on_disk:
             read = [terms.work("disk_read", phase) for phase in (PHASES if budgets.updates.run_ahead else PHASES[1:])]
             program.takes(until, {"disk": _sum(terms.work("drive", "backward"), *read)}, contention)
-    first = max((region.meta["block"] for region in terms.of_phase("backward")), default=0)
+    first = max(terms.backwards, default=0)
     turn = terms.work("h2d", "backward", first)[0]  # what compute waits for at the start of the backward
     places = _places(terms) if places is None else sorted(places)
     loads = [way for way in terms.loads if way[0] != "casts"]
@@ -93,7 +93,7 @@ def _before_and_behind(
     program, time, span, updates = terms.program, terms.time, terms.span, problem.budgets.updates
     forward, backward = {span["forward"]: 1.0}, {span["backward"]: 1.0}
     forward_from, forward_until = terms.work("compute", "forward", place), terms.work("compute", "forward", 0, place)
-    whole = sum(region.meta["block"] == place for region in terms.of_phase("backward")) <= 1
+    whole = len(terms.backwards.get(place, ())) <= 1
     backward_from = terms.work("compute", "backward", place if whole else place + 1)
     backward_until = terms.work("compute", "backward", 0, place if whole else place - 1)
     idle_from = terms.work("exposed", "backward", place if whole else place + 1)
@@ -144,7 +144,7 @@ def _wait_for_copies(
         for variable in (*here, *([earlier] if updated else [])):
             program.at_most({variable: 1.0, any_away: -1.0})
         updated = program.summed(added(updated, here))
-        single = sum(region.meta["block"] == place for region in terms.of_phase("backward")) <= 1
+        single = len(terms.backwards.get(place, ())) <= 1
         behind = place if single else place + 1
         outside = terms.work("compute", "backward", behind)
         idle = terms.work("exposed", "backward", behind)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import isfinite
 from types import MappingProxyType
@@ -79,17 +79,29 @@ class Solve(Protocol):
     ) -> Relaxed: ...
 
 
-def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost]) -> Solve:
+def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost]) -> Relaxation:
     """Builds the linear program of a problem. Returns a function that solves it for a limit in bytes per tier (None: no
     limit) and raises Infeasible. ``decided``: homes that are on the device (True) or on the host. ``ahead``: how many
     blocks ahead prefetches are in memory, beside what must be there; the optimum bounds all plans only if it is 0. ``like``: an
     optimum for the same tiers and as many blocks ahead, from which it is not far to this one. ``again``: False leaves out the
     room for what backwards make again; ``inside``: False leaves out all that a block's work needs only while it runs, of which
     other forms of the step need less."""
-    built: dict[bool, _Built] = {}  # by whether the optimum is to be a bound
-    known: dict[object, tuple[Relaxed, Relaxed | None]] = {}  # with what each began at, whose identity is in its key
+    return Relaxation(problem, blocks, costs)
 
-    def solve(
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Relaxation:
+    """See ``relaxation``. ``_built``: by whether the optimum is to be a bound; ``_known``: optima, with what each began at,
+    whose identity is in its key."""
+
+    problem: PlanningProblem
+    blocks: Sequence[Block]
+    costs: Mapping[str, HomeCost]
+    _built: dict[bool, _Built] = field(default_factory=dict)
+    _known: dict[object, tuple[Relaxed, Relaxed | None]] = field(default_factory=dict)
+
+    def __call__(
+        self,
         limits: Mapping[str, int | None],
         decided: Mapping[str, bool] = MappingProxyType({}),
         ahead: int = 0,
@@ -99,13 +111,9 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
     ) -> Relaxed:
         counted = Counted(ahead, again, inside)
         key = *limits.items(), frozenset(decided.items()), counted, id(like)
-        if key in known:
-            return known[key][0]
-        if (bounds := not ahead) not in built:
-            built[bounds] = _build(problem, blocks, costs, bounds)
-        terms, choices, gaps, waits = built[bounds]
-        if counted not in terms.program.held:
-            hold_memory(problem, blocks, terms, choices, waits, counted, gaps)
+        if key in self._known:
+            return self._known[key][0]
+        terms, choices, _, _ = self._counting(counted)
         fixed = {terms.away[home]: 0.0 if resident else 1.0 for home, resident in decided.items()}
         solution, rows = terms.program.solve(limits, counted, fixed, None if like is None else like.solution)
         values: list[float] = solution.values.tolist()
@@ -118,10 +126,25 @@ def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping
             partial(gains_us, rows, values, solution.prices[len(solution.prices) - len(rows) :]),
             solution,
         )
-        known[key] = relaxed, like
+        self._known[key] = relaxed, like
         return relaxed
 
-    return solve
+    def least_nbytes(self, tier: str, limits: Mapping[str, int | None]) -> int | None:
+        """Returns bytes of a tier that no plan within ``limits`` on others needs less than, in any time; None if there
+        can be none, or without a solver."""
+        try:
+            return self._counting(_COUNTED).terms.program.least_nbytes(tier, limits, _COUNTED)
+        except Infeasible:
+            return None
+
+    def _counting(self, counted: Counted) -> _Built:
+        """The program, with the rows of memory that count so."""
+        if (bounds := not counted.ahead) not in self._built:
+            self._built[bounds] = _build(self.problem, self.blocks, self.costs, bounds)
+        built = self._built[bounds]
+        if counted not in built.terms.program.held:
+            hold_memory(self.problem, self.blocks, built.terms, built.choices, built.waits, counted, built.gaps)
+        return built
 
 
 class _Built(NamedTuple):

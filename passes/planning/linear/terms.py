@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy
 from torch import fx
 
 from mtcompile.passes.analysis.state import param_nbytes
@@ -30,8 +32,9 @@ class Terms:
     -> what the queue does; ``copied``: phase -> bytes by variable; ``held``: tier -> bytes by variable, at the start of the
     backward. ``away``: home -> the variable for its share on the host; ``staying``: for the share that is there and, once
     fetched for the forward, stays for the backward; ``on_disk``: for the share that is on disk, which is a part of ``away``
-    (without a disk, there is none). ``needs``: of each region. ``blocks``: home -> the
-    first and the last block of the regions that read it or make its gradients. ``sums``: what ``work`` returned, by range."""
+    (without a disk, there is none). ``needs``: of each region. ``backwards``: the backward regions of a block, by its index.
+    ``blocks``: home -> the first and the last block of the regions that read it or make its gradients. ``sums``: what ``work``
+    returned, by range; ``ends``: the first and the last blocks of ``loads``, for it."""
 
     program: Program
     time: int
@@ -43,8 +46,10 @@ class Terms:
     staying: Mapping[str, int]
     on_disk: Mapping[str, int]
     needs: Mapping[fx.Node, Needs]
+    backwards: Mapping[int, list[fx.Node]]
     blocks: Mapping[str, tuple[int, int]]
     sums: dict[tuple[str, str], dict[tuple[int, int], Work]]
+    ends: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
 
     def of_phase(self, phase: str) -> list[fx.Node]:
         return [region for region in self.needs if region.meta["phase"] == phase]
@@ -57,12 +62,22 @@ class Terms:
         if (low, high) not in asked:
             within = next(((a, b) for a, b in reversed(asked) if low <= a and b <= high), None)
             us, fixed = ({}, 0.0) if within is None else asked[within]
-            loads = [load for load in self.loads[queue, phase] if low <= load.low and load.high <= high]
-            if within is not None:
-                loads = [load for load in loads if not (within[0] <= load.low and load.high <= within[1])]
+            loads = [self.loads[queue, phase][place] for place in self._between((queue, phase), (low, high), within)]
             total = added(us, *(load.us for load in loads))
             asked[low, high] = self.program.summed(total), fixed + sum(load.fixed for load in loads)
         return asked[low, high]
+
+    def _between(self, of: tuple[str, str], ends: tuple[int, int], without: tuple[int, int] | None) -> list[int]:
+        """Returns the places of the loads within a range of blocks, but for those within another."""
+        if of not in self.ends:
+            self.ends[of] = tuple(numpy.array([[load.low, load.high] for load in self.loads[of]], dtype=int).reshape(-1, 2).T)
+        lows, highs = self.ends[of]
+
+        def within(low: int, high: int) -> Any:
+            return (low <= lows) & (highs <= high)
+
+        places: list[int] = numpy.flatnonzero(within(*ends) if without is None else within(*ends) & ~within(*without)).tolist()
+        return places
 
     def let_host_cast(
         self, share: int, us: tuple[float, float], link: tuple[str, str], work: tuple[str, str], within: tuple[int, int]
@@ -99,6 +114,10 @@ def terms_of(step: fx.GraphModule, disk: bool = False) -> Terms:
     for region, need in needs.items():
         for home in (*param_homes(step, region).values(), *need.grads):
             users[home].append(region.meta["block"])
+    backwards: dict[int, list[fx.Node]] = defaultdict(list)
+    for region in needs:
+        if region.meta["phase"] == "backward":
+            backwards[region.meta["block"]].append(region)
     return Terms(
         program,
         0,
@@ -110,6 +129,7 @@ def terms_of(step: fx.GraphModule, disk: bool = False) -> Terms:
         {home: program.variable() for home in param_nbytes(step)},
         {home: program.variable() for home in param_nbytes(step)} if disk else {},
         needs,
+        dict(backwards),
         {home: (min(indices, default=0), max(indices, default=0)) for home, indices in users.items()},
         defaultdict(dict),
     )

@@ -161,9 +161,9 @@ def test_gradients_of_homes_on_the_device_wait_there_for_the_optimizer(monkeypat
     held, gradients = held_nbytes(problem.step, problem.budgets), trained_nbytes(problem.step)
     limits, resident = {"device": sum(held.values()) + sum(gradients.values()) - 1}, dict.fromkeys(held, True)
     with pytest.raises(Infeasible):
-        Candidates(problem)._relaxed(limits, resident)
+        Candidates(problem)._bounds.solve(limits, resident)
     monkeypatch.setattr("mtcompile.passes.planning.linear.memory.gradients_at", lambda *about: {})
-    Candidates(problem)._relaxed(limits, resident)
+    Candidates(problem)._bounds.solve(limits, resident)
 
 
 def test_all_blocks_keep_more_at_home_together() -> None:
@@ -215,8 +215,8 @@ def test_one_program_serves_all_budgets() -> None:
     home = next(iter(candidates.sizes))
     asked = [(limit, decided, ahead) for limit in limits for decided in ({}, {home: True}) for ahead in (0, 1)]
     costs = home_costs(candidates.problem, candidates._streamed, candidates.resident.schedule)
-    first = [candidates._relaxed(*each).bound_us for each in asked]
-    assert [candidates._relaxed(*each).bound_us for each in reversed(asked)] == first[::-1]
+    first = [candidates._bounds.solve(*each).bound_us for each in asked]
+    assert [candidates._bounds.solve(*each).bound_us for each in reversed(asked)] == first[::-1]
     for each, bound_us in zip(asked, first, strict=True):
         problem = replace(candidates.problem, step=crossing())
         fresh = relaxation(problem, candidates.blocks, costs)(*each).bound_us

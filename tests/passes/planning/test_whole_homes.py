@@ -107,7 +107,7 @@ def test_seeds_of_blocks_that_save_nothing_make_values_again_and_keep_to_their_l
 
     def rounded(share: float) -> tuple[float, list[bool]]:
         limit = int(share * resident)
-        relaxed = candidates._relaxed({"device": limit, "host": None}, ahead=2)
+        relaxed = candidates._bounds.solve({"device": limit, "host": None}, ahead=2)
         plan = candidates.evaluate(Rounding(candidates.blocks, candidates.sizes)(relaxed, base)).plan
         assert plan.activation("*") == "device"
         return plan.peak_bytes["device"] / limit, made_again(candidates, plan)
