@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import zip_longest
-from operator import attrgetter
-from typing import Any
+from operator import attrgetter, eq
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -18,6 +18,10 @@ from mtcompile.passes.joint.batch.numbers import DependsOnRows, Numbers
 
 _VIEWS = ("view", "reshape", "expand", "repeat", "tile", "unflatten", "flatten", "broadcast_to", "repeat_interleave")
 _PICKS = ("getitem", "narrow", "select", "split", "chunk", "tensor_split")
+_PARTS = (
+    *_PICKS, "unbind", "diagonal", "as_strided", "take", "index_select", "unsafe_chunk", "unsafe_split", "split_with_sizes",
+    "hsplit", "vsplit", "dsplit",
+)  # fmt: skip
 _FILLED = ("zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty")
 _NUMBERED = ("arange", "eye", "linspace")
 _SIZES = (*_VIEWS, *_PICKS, *_FILLED, *_NUMBERED)
@@ -32,13 +36,28 @@ def compared(micro: fx.GraphModule, whole: fx.GraphModule) -> Numbers:
     """Returns the numbers that Dynamo's graphs of a micro-batch and of the whole batch compute with. Raises DependsOnRows where
     they differ in anything else than sizes and such numbers."""
     numbers = Numbers(known=True)
-    _compare(micro, whole, numbers)
+    _compare(micro, whole, numbers, _rows_of(micro, whole))
     results = zip(*(graph.graph.output_node().all_input_nodes for graph in (micro, whole)), strict=False)
     numbers.outputs.extend(_grown(one, other) for one, other in results)
     return numbers
 
 
-def _compare(micro: fx.GraphModule, whole: fx.GraphModule, numbers: Numbers) -> None:
+class _Rows(NamedTuple):
+    """Of a micro-batch, and of how many the whole batch is; 0 where that is not known."""
+
+    number: int = 0
+    count: int = 0
+
+
+def _rows_of(micro: fx.GraphModule, whole: fx.GraphModule) -> _Rows:
+    """Reads the rows from the first input that is longer in the whole batch."""
+    for one, other in zip(*(graph.graph.find_nodes(op="placeholder") for graph in (micro, whole)), strict=False):
+        if _grown(one, other) == 0 and (rows := _shape(one)[0]) and _shape(other)[0] % rows == 0:
+            return _Rows(rows, _shape(other)[0] // rows)
+    return _Rows()
+
+
+def _compare(micro: fx.GraphModule, whole: fx.GraphModule, numbers: Numbers, rows: _Rows) -> None:
     same: dict[fx.Node, fx.Node] = {}
     used = _used(micro.graph)
     for one, other in zip_longest(micro.graph.nodes, whole.graph.nodes):
@@ -46,9 +65,11 @@ def _compare(micro: fx.GraphModule, whole: fx.GraphModule, numbers: Numbers) -> 
             raise DependsOnRows("runs other operations for the whole batch", one or next(iter(micro.graph.nodes)))
         same[one] = other
         if one.op == "get_attr":
-            _compare_held(micro, whole, one, other, numbers)
+            _compare_held(micro, whole, one, other, numbers, rows)
         elif one.op.startswith("call") and (one in used or not isinstance(one.meta.get("example_value"), torch.Tensor)):
             _compare_call(one, other, same, numbers)
+            if one in used:
+                _compare_rows(one, other, same, rows)
 
 
 def _used(graph: fx.Graph) -> set[fx.Node]:
@@ -73,18 +94,18 @@ def _name(call: fx.Node) -> str:
     return call.target if isinstance(call.target, str) else getattr(call.target, "__name__", str(call.target))
 
 
-def _compare_held(micro: fx.GraphModule, whole: fx.GraphModule, one: fx.Node, other: fx.Node, numbers: Numbers) -> None:
+def _compare_held(
+    micro: fx.GraphModule, whole: fx.GraphModule, one: fx.Node, other: fx.Node, numbers: Numbers, rows: _Rows
+) -> None:
     held, beside = (attrgetter(str(node.target))(module) for module, node in ((micro, one), (whole, other)))
     if isinstance(held, fx.GraphModule) and isinstance(beside, fx.GraphModule):
-        _compare(held, beside, numbers)
+        _compare(held, beside, numbers, rows)
     elif isinstance(held, torch.Tensor) and (held.shape != beside.shape or not torch.equal(held, beside)):
         raise DependsOnRows("holds a tensor that depends on the number of rows", one)
 
 
 def _compare_call(one: fx.Node, other: fx.Node, same: dict[fx.Node, fx.Node], numbers: Numbers) -> None:
     name, place, grown = _name(one), str(one.meta.get("stack_trace")), _grown(one, other)
-    if name in _PICKS and grown is None and (of := _grown_operand(one, same)) is not None and _shape(of)[0] == 1:
-        raise DependsOnRows(f"picks some of the rows ({name})", one)  # which shows in no graph of a single row
     if name in _FILLED and grown is not None:
         numbers.dims[place] = grown
     for given, beside in _pairs((one.args, one.kwargs), (other.args, other.kwargs)):
@@ -106,6 +127,23 @@ def _compare_call(one: fx.Node, other: fx.Node, same: dict[fx.Node, fx.Node], nu
             raise DependsOnRows(f"calls {name} with {given} for a micro-batch and {beside} for the whole batch", one)
         if name in _NUMBERED and _shape(one)[:1] == (1,) and not _only_picks(one):
             raise DependsOnRows(f"numbers the rows ({name})", one)  # a single number is read by each row alike
+
+
+def _compare_rows(one: fx.Node, other: fx.Node, same: dict[fx.Node, fx.Node], rows: _Rows) -> None:
+    """Raises DependsOnRows where a result has another number of rows than all, and where some are picked, which shows in no
+    graph of a micro-batch that has no others."""
+    name, shapes, longer = _name(one), _shapes(one), _shapes(other)
+    of = next((each for each in one.all_input_nodes[:1] if each in same and _grown(each, same[each]) is not None), None)
+    if name in _PARTS and of is not None:
+        all_of_micro = len(shapes) != len(longer) or (_shape(of) in shapes and _shape(same[of]) not in longer)
+        if all_of_micro or (rows.number == 1 and any(map(eq, shapes, longer))):
+            raise DependsOnRows(f"picks some of the rows ({name})", one)
+    for shape, of_whole in zip(shapes, longer, strict=False):
+        dims = zip(shape, of_whole, strict=True) if len(shape) == len(of_whole) else ()
+        if rows.count and any(length not in (size, size * rows.count) for size, length in dims):
+            raise DependsOnRows(
+                f"{'picks some of' if name in _PARTS else 'does not keep the number of'} the rows ({name})", one
+            )
 
 
 def _fill(name: str, node: fx.Node) -> object:
@@ -145,13 +183,15 @@ def _grown(one: fx.Node, other: fx.Node) -> int | None:
     return next((dim for dim, (length, longer) in enumerate(shapes) if length != longer), None)
 
 
-def _grown_operand(node: fx.Node, same: dict[fx.Node, fx.Node]) -> fx.Node | None:
-    return next((each for each in node.all_input_nodes[:1] if each in same and _grown(each, same[each]) == 0), None)
-
-
 def _shape(node: fx.Node) -> tuple[int, ...]:
     val = node.meta.get("example_value")
     return tuple(val.shape) if isinstance(val, torch.Tensor) else ()
+
+
+def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
+    """The shapes of an operation's results, one or several."""
+    val = node.meta.get("example_value")
+    return [tuple(each.shape) for each in (val if isinstance(val, (tuple, list)) else [val]) if isinstance(each, torch.Tensor)]
 
 
 def _numel(node: fx.Node) -> int:

@@ -316,9 +316,12 @@ def _grouped(following: _Following, node: fx.Node) -> Place:
     return Along(0, routed=True) if isinstance(place, Along) and place.dim == 0 and len(shape_of(node)) == 2 else UNKNOWN
 
 
-def _triangle(following: _Following, node: fx.Node) -> Places:
-    """Elements are kept by their place in the last two dimensions."""
-    inside = any(place.dim >= len(shape_of(node)) - 2 for _, place in following.along(node))
+def _by_place(following: _Following, node: fx.Node) -> Places:
+    """Elements are kept by their place in the last two dimensions, or in those of a diagonal."""
+    named = args_of(node)[2:]
+    dims = (*named, *(0, 1)[len(named) :]) if node.target is aten.diagonal.default else (-2, -1)
+    among = [(place.dim, len(shape_of(operand))) for operand, place in following.along(node)]
+    inside = any(place in {dim % rank for dim in dims} for place, rank in among)
     return UNKNOWN if inside else of_twice_as_many(following, node)
 
 
@@ -384,7 +387,7 @@ _RULES: dict[Any, Callable[[_Following, fx.Node], Places]] = {
     **dict.fromkeys(ATTENTIONS, _in_dims(0, 1)),
     **dict.fromkeys((*_PICKS, *_SCATTERS), _scatter),
     **dict.fromkeys((aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default), _written),
-    **dict.fromkeys((aten.triu.default, aten.tril.default), _triangle),
+    **dict.fromkeys((aten.triu.default, aten.tril.default, aten.diagonal.default), _by_place),
     aten.convolution.default: _in_dims(0),
     aten.as_strided.default: _strided,
     aten.expand.default: _expand,

@@ -81,6 +81,38 @@ def test_what_has_no_part_of_each_row_is_refused(name: str) -> None:
         returned(NOT_OF_ROWS[name], 2)
 
 
+PICKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "chunk": lambda h: h.chunk(2)[0],
+    "split": lambda h: h.split(1)[0],
+    "tensor_split": lambda h: h.tensor_split(2)[0],
+    "vsplit": lambda h: h.vsplit([1])[0],
+    "unbind": lambda h: h.unbind()[0],
+    "columns": lambda h: h.t().unbind(1)[0],
+    "elements": lambda h: h.reshape(-1)[:WIDTH],
+    "strided": lambda h: h.as_strided((1, WIDTH), (WIDTH, 1)),
+    "every other": lambda h: h[::2],
+    "first two": lambda h: h[:2],
+    "last two": lambda h: h[-2:],
+    "two by two": lambda h: h.split(2)[0],
+    "first elements": lambda h: h.reshape(-1)[: 2 * WIDTH],
+    "two selected": lambda h: h.index_select(0, torch.arange(2)),
+    "two narrowed": lambda h: h.narrow(0, 0, min(2, len(h))),
+    "diagonal": lambda h: h.diagonal(),
+    "as many as a row has": lambda h: h.repeat(1, 2).diagonal(),
+    "padded": lambda h: F.pad(h, (0, 0, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", PICKED)
+@pytest.mark.parametrize("count", [4, 8])
+def test_a_loss_of_some_of_the_rows_is_refused(name: str, count: int) -> None:
+    """Of micro-batches of a single row, too, of which a slice may be all that there is."""
+    model = Returning(lambda m, x, h: PICKED[name](h).square().mean())
+    mtcompile.compile(model, memory="1MiB", device="cpu", accumulate=count)
+    with pytest.raises(CaptureError, match=r"(a forward that|a loss)"):
+        model(torch.randn(8, WIDTH))[1].backward()
+
+
 def everything(m: nn.Module, x: Tensor, h: Tensor) -> dict[str, Tensor]:
     rows = torch.arange(len(x))
     image = h.unsqueeze(2).expand(-1, -1, 6).reshape(len(x), 2, 2, 6)
@@ -108,6 +140,10 @@ def everything(m: nn.Module, x: Tensor, h: Tensor) -> dict[str, Tensor]:
         "distances": torch.cdist(tokens, tokens),
         "triangles": tokens.tril(),
         "each twice": h.repeat_interleave(2, 0),
+        "halves the other way round": torch.cat(h.chunk(2, -1)[::-1], -1),
+        "some columns": h.split([1, 2, 1], 1)[1] * 1,
+        "columns of all": h.tensor_split(2, 1)[0] + h.unbind(1)[3][:, None],
+        "diagonals": image.diagonal(0, 1, 2) + image.diagonal(dim1=-3, dim2=-2),
     }
 
 
