@@ -23,6 +23,7 @@ from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.generators import rng_preserved
 from mtcompile.passes.joint.batch.compared import compared
 from mtcompile.passes.joint.batch.joining import Micro
+from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.joint.strides import Observe
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
 from mtcompile.runtime.devices.arena import fills_storage, overlaps
@@ -83,6 +84,14 @@ def note_numbers(joint: fx.GraphModule, micro: Micro | None, one: Description, w
     if micro is not None and whole is not None:
         with in_micro_batches(micro):
             joint.meta["numbers"] = compared(one.graph, whole.graph)
+
+
+def of_whole_batch(joint: fx.GraphModule, whole: Description, tangents: Tangents) -> fx.GraphModule:
+    """Returns the graph of the whole batch, normalized, to compare with ``joint`` of a micro-batch. Raises CaptureError."""
+    pattern = None if tangents is None else tuple(bool(each) for each in tangents)
+    traced = normalize(joint_graph(whole, pattern), None)
+    traced.meta["numbers"] = joint.meta["numbers"].of_whole()
+    return traced
 
 
 def joint_key(description: Description, tangents: Tangents) -> str | None:

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from mtcompile.passes.joint.batch.alike import Alike, constant
+from mtcompile.passes.joint.batch.by_place import by_place, embedding, in_dims, padded
 from mtcompile.passes.joint.batch.numbers import Numbers
 from mtcompile.passes.joint.batch.shapes import (
     ATTENTIONS,
@@ -50,7 +51,7 @@ class Batch:
         self,
         split: Collection[fx.Node],
         rows: int,
-        count: int,
+        count: float,
         constants: Mapping[str, torch.Tensor],
         numbers: Numbers,
         trained: Collection[fx.Node] = (),
@@ -283,11 +284,12 @@ def _put(following: _Following, node: fx.Node) -> Places:
 
 
 def _routed(following: _Following, node: fx.Node) -> Place:
-    """Rows are picked, or added up, by numbers of the batch's own."""
+    """Rows are picked, or added up, by numbers of the batch's own: those of a sort, as others would be of the whole batch."""
     dim: Any = node.args[1] if isinstance(node.args[1], int) else 0
     fits = shape_of(node)[dim] % following.rows == 0
     fits = fits and all(place.outer == 1 and place.dim == dim for _, place in following.along(node))
-    return Along(dim, routed=True) if fits else UNKNOWN
+    numbers = [place for each, place in following.along(node) if not each.meta["val"].is_floating_point()]
+    return Along(dim, routed=True) if fits and any(place.routed for place in numbers) else UNKNOWN
 
 
 def _scatter(following: _Following, node: fx.Node) -> Places:
@@ -314,25 +316,6 @@ def _grouped(following: _Following, node: fx.Node) -> Place:
     """grouped_mm(x [tokens, n], weights [experts, n, m], ends): the expert of a row depends on the row's place."""
     place = following.places[args_of(node)[0]]
     return Along(0, routed=True) if isinstance(place, Along) and place.dim == 0 and len(shape_of(node)) == 2 else UNKNOWN
-
-
-def _by_place(following: _Following, node: fx.Node) -> Places:
-    """Elements are kept by their place in the last two dimensions, or in those of a diagonal."""
-    named = args_of(node)[2:]
-    dims = (*named, *(0, 1)[len(named) :]) if node.target is aten.diagonal.default else (-2, -1)
-    among = [(place.dim, len(shape_of(operand))) for operand, place in following.along(node)]
-    inside = any(place in {dim % rank for dim in dims} for place, rank in among)
-    return UNKNOWN if inside else of_twice_as_many(following, node)
-
-
-def _in_dims(*dims: int) -> Callable[[_Following, fx.Node], Places]:
-    """A rule of operations whose batch can only be in some dimensions."""
-
-    def rule(following: _Following, node: fx.Node) -> Places:
-        fits = all(place.dim in dims for _, place in following.along(node))
-        return of_twice_as_many(following, node) if fits else UNKNOWN
-
-    return rule
 
 
 def _group_norm(following: _Following, node: fx.Node) -> Places:
@@ -378,18 +361,20 @@ _FILLED = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
 _ALIKE = (restride, aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default)
 _PICKS = (aten.gather.default, aten.index_select.default)
 _SCATTERS = (aten.index_add.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two)
-_NAMED: dict[str, Callable[[_Following, fx.Node], Places]] = {  # in several libraries
+_NAMED: dict[str, Callable[[Any, fx.Node], Places]] = {  # in several libraries
     "grouped_mm": _grouped,
     "rnn": _recurrent,
+    "_pad": padded,
 }
-_RULES: dict[Any, Callable[[_Following, fx.Node], Places]] = {
+_RULES: dict[Any, Callable[[Any, fx.Node], Places]] = {
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view),
-    **dict.fromkeys(ATTENTIONS, _in_dims(0, 1)),
+    **dict.fromkeys(ATTENTIONS, in_dims(0, 1)),
     **dict.fromkeys((*_PICKS, *_SCATTERS), _scatter),
     **dict.fromkeys((aten.slice_scatter.default, aten.select_scatter.default, aten.copy.default), _written),
-    **dict.fromkeys((aten.triu.default, aten.tril.default, aten.diagonal.default), _by_place),
-    aten.convolution.default: _in_dims(0),
+    **dict.fromkeys((aten.triu.default, aten.tril.default, aten.diagonal.default), by_place),
+    aten.convolution.default: in_dims(0),
     aten.as_strided.default: _strided,
+    aten.embedding.default: embedding,
     aten.expand.default: _expand,
     aten.repeat.default: _repeat,
     aten.slice.Tensor: _slice,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from mtcompile.passes.joint.batch.dims import Batch
-from mtcompile.passes.joint.batch.numbers import Numbers
+from mtcompile.passes.joint.batch.numbers import DependsOnRows, Numbers
 from mtcompile.passes.joint.batch.once import mark_once, parts_of
 from mtcompile.passes.joint.batch.shapes import REDUCED, SIZED
 from mtcompile.passes.joint.loss_weights import LossRefused, Weights, put_together, weights
@@ -72,13 +73,29 @@ def joining_of(joint: fx.GraphModule, micro: Micro) -> Joining:
     """Reads from the captured graph, before anything is rewritten, how outputs are put together. ``meta["numbers"]``: those
     that depend on how many rows there are, if they are known. Raises NotImplementedError for a loss whose parts cannot be put
     together, and for an output that depends on the batch in another way. Marks what is computed once (see ``once``)."""
+    return _joining(joint, micro, micro.count)
+
+
+def check_whole(joint: fx.GraphModule, whole: fx.GraphModule, micro: Micro) -> None:
+    """Raises NotImplementedError unless a graph of the ``whole`` batch says the same as that of a micro-batch, in which
+    dimensions may be of one length by chance, or a part may be all that there is."""
+    said = joining_of(joint, micro), _joining(whole, micro, 1 / micro.count)
+    weights, others = ({index: (w.kind, w.ignored) for index, w in each.weights.items()} for each in said)
+    parts = [Counter((w.kind, w.ignored) for w in each.parts.values()) for each in said]
+    if weights != others or parts[0] != parts[1] or (said[0].dims, said[0].counts) != (said[1].dims, said[1].counts):
+        outputs = [value for spec, value in outputs_of(joint) if spec.kind == "output"]
+        raise DependsOnRows("mixes rows of the whole batch otherwise than those of a micro-batch", outputs[0])
+
+
+def _joining(joint: fx.GraphModule, micro: Micro, count: float) -> Joining:
+    """``count``: times as many rows as the graph has are in all micro-batches."""
     numbers: Numbers = joint.meta.get("numbers") or Numbers()
     numbers.check_seen(joint)
     sized = [node for node in joint.graph.nodes if node.op == "call_function" and numbers.batch_dim(node) is not None]
     rows, split = rows_of(joint, micro), split_inputs(joint, micro)
     grads = {spec.index for spec, _ in outputs_of(joint) if spec.kind == "grad"}
     trained = [node for spec, node in inputs_of(joint) if spec.role != "tangent" and spec.index in grads]
-    batch = Batch(split, rows, micro.count, joint.meta["constants"], numbers, trained)
+    batch = Batch(split, rows, count, joint.meta["constants"], numbers, trained)
     own = depending(joint, [*split, *sized])
     losses, dims, counts, reduced = dict[int, Weights](), {}, dict[int, Any](), dict[int, fx.Node]()
     for spec, value in outputs_of(joint):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,11 @@ class Numbers:
     changing: dict[str, fx.Node] = field(default_factory=dict)
     outputs: list[int | None] = field(default_factory=list)
     known: bool = False
+
+    def of_whole(self) -> Numbers:
+        """Returns the same of a forward of the whole batch, with those of a micro-batch in their place."""
+        by_place = {place: {whole: one for one, whole in numbers.items()} for place, numbers in self.by_place.items()}
+        return replace(self, by_place=by_place)
 
     def check_seen(self, joint: fx.GraphModule) -> None:
         """Raises DependsOnRows if the forward computes with a number that depends on how many rows there are, and no operation
