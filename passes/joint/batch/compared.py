@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import zip_longest
+from math import prod
 from operator import attrgetter, eq
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch import fx
 from mtcompile.passes.joint.batch.numbers import DependsOnRows, Numbers
 
 _VIEWS = ("view", "reshape", "expand", "repeat", "tile", "unflatten", "flatten", "broadcast_to", "repeat_interleave")
+_SHAPED = ("view", "reshape", "unflatten", "flatten")
 _PICKS = ("getitem", "narrow", "select", "split", "chunk", "tensor_split")
 _PARTS = (
     *_PICKS, "unbind", "diagonal", "as_strided", "take", "index_select", "unsafe_chunk", "unsafe_split", "split_with_sizes",
@@ -118,7 +120,7 @@ def _compare_call(one: fx.Node, other: fx.Node, same: dict[fx.Node, fx.Node], nu
             not filled and isinstance(given, (int, float)) and isinstance(beside, (int, float)) and not isinstance(given, bool)
         )
         if number and name not in _VIEWS + _PICKS + _NUMBERED:
-            numbers.by_place.setdefault(place, {})[float(given)] = float(beside)
+            numbers.note(place, name, float(given), float(beside))
         if given == beside:
             continue
         if number and name in _ARITHMETIC + _FILLED:
@@ -138,6 +140,9 @@ def _compare_rows(one: fx.Node, other: fx.Node, same: dict[fx.Node, fx.Node], ro
         all_of_micro = len(shapes) != len(longer) or (_shape(of) in shapes and _shape(same[of]) not in longer)
         if all_of_micro or (rows.number == 1 and any(map(eq, shapes, longer))):
             raise DependsOnRows(f"picks some of the rows ({name})", one)
+    if name in _SHAPED and of is not None and (dim := _grown(one, other)) is not None:
+        if prod(_shape(of)[: _grown(of, same[of])]) % prod(_shape(one)[:dim]):  # rows are not outside of what is in front
+            raise DependsOnRows(f"spreads rows over another dimension ({name})", one)
     for shape, of_whole in zip(shapes, longer, strict=False):
         dims = zip(shape, of_whole, strict=True) if len(shape) == len(of_whole) else ()
         if rows.count and any(length not in (size, size * rows.count) for size, length in dims):

@@ -30,11 +30,11 @@ class DependsOnRows(NotImplementedError):
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """The numbers that a forward of one micro-batch computes with, and those that one of the whole batch has in their place:
-    number -> number, by the text of the place in the user's code. ``dims``: the dimension that has the batch in what is filled
-    or drawn at a place. ``changing``: the places, and operations, with a number that differs; ``outputs``: the dimensions
-    in which outputs are longer. ``known``: whether a forward of the whole batch was seen."""
+    number -> kind of operation -> number, by the text of the place in the user's code. ``dims``: the dimension that has the
+    batch in what is filled or drawn at a place. ``changing``: the places, and operations, with a number that differs;
+    ``outputs``: the dimensions in which outputs are longer. ``known``: whether a forward of the whole batch was seen."""
 
-    by_place: dict[str, dict[float, float]] = field(default_factory=dict)
+    by_place: dict[str, dict[float, dict[str, float]]] = field(default_factory=dict)
     dims: dict[str, int] = field(default_factory=dict)
     changing: dict[str, fx.Node] = field(default_factory=dict)
     outputs: list[int | None] = field(default_factory=list)
@@ -42,8 +42,18 @@ class Numbers:
 
     def of_whole(self) -> Numbers:
         """Returns the same of a forward of the whole batch, with those of a micro-batch in their place."""
-        by_place = {place: {whole: one for one, whole in numbers.items()} for place, numbers in self.by_place.items()}
-        return replace(self, by_place=by_place)
+        swapped = replace(self, by_place={})
+        for place, numbers in self.by_place.items():
+            for one, wholes in numbers.items():
+                for kind, whole in wholes.items():
+                    swapped.note(place, kind, whole, one)
+        return swapped
+
+    def note(self, place: str, operation: str, number: float, whole: float) -> None:
+        """Notes a number of an operation, by the name of that. One that differs is not forgotten for another."""
+        wholes, kind = self.by_place.setdefault(place, {}).setdefault(number, {}), _kind(operation)
+        if wholes.get(kind, number) == number:
+            wholes[kind] = whole
 
     def check_seen(self, joint: fx.GraphModule) -> None:
         """Raises DependsOnRows if the forward computes with a number that depends on how many rows there are, and no operation
@@ -55,10 +65,11 @@ class Numbers:
 
     def ratio(self, node: fx.Node, number: float) -> float | None:
         """How many times as large a number of ``node`` is for the whole batch; None where that is not known."""
-        whole = self.by_place.get(_place(node), {}).get(float(number))
-        if whole is None or whole == number:
-            return None if whole is None else 1.0
-        return whole / number if number else math.inf
+        wholes, kind = self.by_place.get(_place(node), {}).get(float(number), {}), _kind(str(node.target))
+        if not wholes:
+            return None
+        whole = wholes[kind] if kind and kind in wholes else next((each for each in wholes.values() if each != number), number)
+        return 1.0 if whole == number else whole / number if number else math.inf
 
     def depend(self, node: fx.Node, constants: Mapping[str, torch.Tensor]) -> bool:
         """Says whether an operation computes with, or makes a value of, a number that depends on how many rows there are."""
@@ -67,6 +78,11 @@ class Numbers:
     def batch_dim(self, node: fx.Node) -> int | None:
         """The dimension of zeros(batch, n), and other values that are the same or drawn for each row, that has the batch."""
         return self.dims.get(_place(node)) if node.target in _FACTORIES else None
+
+
+def _kind(name: str) -> str:
+    """The kind of an operation by its name, in the user's code or in the graph; "" for others than these."""
+    return next((kind for kind in ("pow", "mul", "div", "add", "sub", "clamp") if kind in name), "")
 
 
 def _place(node: fx.Node) -> str:

@@ -109,6 +109,7 @@ PICKED: dict[str, Callable[[Tensor], Tensor]] = {
     "means over halves": lambda h: h.reshape(2, -1, WIDTH).mean(0),
     "means over pairs": lambda h: h.reshape(-1, 2, WIDTH).mean(1),
     "convolved in a row": lambda h: F.conv1d(h.view(1, 1, -1), torch.ones(1, 1, 3), padding=1),
+    "turned": lambda h: torch.stack([h] * 8, 1).reshape(8, -1, WIDTH).softmax(1),
     "by columns": lambda h: h.t().reshape(-1, 2).mean(1),
     "all pairs": lambda h: h[:, :1] - h[:, 0],
     "of given rows": lambda h: h + h[(h[:, 0] > 9).long()],

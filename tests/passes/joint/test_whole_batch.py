@@ -56,6 +56,7 @@ AS_THE_WHOLE: dict[str, Loss] = {
     "a sum and weights": lambda m, h, x, y: entropies(m, h, y).sum() + m.first.weight.square().sum(),
     "load balance": lambda m, h, x, y: ignoring(m, h, y) + 0.5 * balance(m, h),
     "learned scale": lambda m, h, x, y: torch.exp(-m.scale) * ignoring(m, h, y) + m.scale + h.square().mean(),
+    "squares over a size": lambda m, h, x, y: (h.sum(1) - y).pow(2).sum() / len(x) + (h**4).sum() / x.shape[0],
     "root": lambda m, h, x, y: (h.sum(1) - y).square().mean().sqrt(),
     "overlap": lambda m, h, x, y: 1 - 2 * (h.sigmoid() * (x[:, :1] > 0)).sum() / (h.sigmoid().sum() + (x[:, :1] > 0).sum()),
     "products of columns": lambda m, h, x, y: (h.t() @ h).square().mean(),
