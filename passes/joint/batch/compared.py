@@ -141,7 +141,7 @@ def _compare_rows(one: fx.Node, other: fx.Node, same: dict[fx.Node, fx.Node], ro
         if all_of_micro or (rows.number == 1 and any(map(eq, shapes, longer))):
             raise DependsOnRows(f"picks some of the rows ({name})", one)
     if name in _SHAPED and of is not None and (dim := _grown(one, other)) is not None:
-        if prod(_shape(of)[: _grown(of, same[of])]) % prod(_shape(one)[:dim]):  # rows are not outside of what is in front
+        if prod(_shape(of)[: (_grown(of, same[of]) or 0) + 1]) % prod(_shape(one)[:dim]):  # more is in front of them than was
             raise DependsOnRows(f"spreads rows over another dimension ({name})", one)
     for shape, of_whole in zip(shapes, longer, strict=False):
         dims = zip(shape, of_whole, strict=True) if len(shape) == len(of_whole) else ()
