@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isclose
 from typing import Any
 
 import torch
@@ -239,9 +240,9 @@ class _Reading:
             return parts
         if node.target in (aten.div.Tensor, aten.div.Scalar):
             times = 1 / times
-        if times * self.batch.count == 1 and parts == {Weights("sum")}:
+        if isclose(times * self.batch.count, 1) and parts == {Weights("sum")}:
             return {Weights("equal")}
-        if times == self.batch.count and parts == {Weights("equal")}:
+        if isclose(times, self.batch.count) and parts == {Weights("equal")}:
             return {Weights("sum")}
         return _unknown(node, "is multiplied or divided by a number that depends on the number of rows")
 

@@ -173,7 +173,7 @@ class Candidates:
 
     def bound_us(self, device: int | None, host: int | None, inside: bool = True) -> float:
         """The µs of the fastest plan that could be within these bytes; infinite if there can be none, 0 without a solver.
-        ``inside``: False for any form of the step (see ``relaxation``)."""
+        ``inside``: False for any form of the step (see ``Relaxation``)."""
         limits = {"device": device, "host": host, "disk": self.problem.budgets.disk}
         try:
             return self._bounds.solve(limits, inside=inside).bound_us

@@ -13,7 +13,7 @@ from mtcompile.passes.planning.problem import PlanningProblem, Solved
 
 def may_fit_without(problem: PlanningProblem, known: Candidates, inside: bool = True) -> bool:
     """Tells whether a plan may be within the budgets with nothing on disk, by its linear program: lean plans may not, and
-    others are. ``inside``: False for a plan of any form (see ``relaxation``)."""
+    others are. ``inside``: False for a plan of any form (see ``Relaxation``)."""
     if "disk" in problem.fixed_homes.values() or surely_short(problem) > 0:
         return False
     budgets = replace(problem.budgets, disk=None)

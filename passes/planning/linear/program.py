@@ -57,7 +57,7 @@ class _Prepared:
 @dataclass(slots=True)
 class Program:
     """Minimize the first variable, so that every row's sum is at most its limit. Variables are at least zero but for those
-    that are ``signed``, the sums. ``held``: rows of memory, by what they count (see ``relaxation``); all others are the same
+    that are ``signed``, the sums. ``held``: rows of memory, by what they count (see ``Relaxation``); all others are the same
     for all of these. ``alike``: variables that have the same value as another one, by that one."""
 
     upper: list[float | None] = field(default_factory=lambda: [None])

@@ -66,7 +66,7 @@ class Relaxed:
 
 
 class Solve(Protocol):
-    """See ``relaxation``."""
+    """See ``Relaxation``."""
 
     def __call__(
         self,
@@ -79,20 +79,17 @@ class Solve(Protocol):
     ) -> Relaxed: ...
 
 
-def relaxation(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost]) -> Relaxation:
-    """Builds the linear program of a problem. Returns a function that solves it for a limit in bytes per tier (None: no
-    limit) and raises Infeasible. ``decided``: homes that are on the device (True) or on the host. ``ahead``: how many
-    blocks ahead prefetches are in memory, beside what must be there; the optimum bounds all plans only if it is 0. ``like``: an
-    optimum for the same tiers and as many blocks ahead, from which it is not far to this one. ``again``: False leaves out the
-    room for what backwards make again; ``inside``: False leaves out all that a block's work needs only while it runs, of which
-    other forms of the step need less."""
-    return Relaxation(problem, blocks, costs)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Relaxation:
-    """See ``relaxation``. ``_built``: by whether the optimum is to be a bound; ``_known``: optima, with what each began at,
-    whose identity is in its key."""
+    """The linear program of a problem: a function that solves it for a limit in bytes per tier (None: no limit) and raises
+    Infeasible. ``decided``: homes that are on the device (True) or on the host. ``ahead``: how many blocks ahead prefetches are
+    in memory, beside what must be there; the optimum bounds all plans only if it is 0. ``like``: an optimum for the same tiers
+    and as many blocks ahead, from which it is not far to this one. ``again``: False leaves out the room for what backwards make
+    again; ``inside``: False leaves out all that a block's work needs only while it runs, of which other forms of the step need
+    less.
+
+    ``_built``: by whether the optimum is to be a bound; ``_known``: optima, with what each began at, whose identity is in its
+    key."""
 
     problem: PlanningProblem
     blocks: Sequence[Block]
@@ -199,11 +196,11 @@ def _let_decide_alike(
 
 
 class Bounds:
-    """The bounds of a problem on the time of its plans. ``costs``: of its homes; ``solve``: see ``relaxation``."""
+    """The bounds of a problem on the time of its plans. ``costs``: of its homes; ``solve``: its program."""
 
     def __init__(self, problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost]) -> None:
         self.problem, self.blocks, self.costs = problem, blocks, costs
-        self.solve = relaxation(problem, blocks, costs)
+        self.solve = Relaxation(problem, blocks, costs)
 
     def certificate(self, limits: Mapping[str, int | None], us: float) -> Certificate | None:
         """How fast any plan within ``limits`` could be, in bytes per tier; None without a solver. Where ``us``, of a plan, is

@@ -27,7 +27,7 @@ _TRIES = 3  # plans that are made within limits on both tiers, each within fewer
 class Optima:
     """Optima of the relaxed problem where homes are undecided, for ``device`` budgets from the first to the second and some
     blocks ``ahead``. Each solution begins at that for the next larger budget, and others begin at these: so all are the same
-    whatever was asked before. ``again``: as for ``relaxation``."""
+    whatever was asked before. ``again``: as for ``Relaxation``."""
 
     def __init__(self, solve: Solve, device: tuple[int, int], ahead: int, again: bool) -> None:
         self.solve: Solve = partial(solve, again=again)
@@ -131,7 +131,7 @@ def _with_whole_homes(
 
 
 class Within(NamedTuple):
-    """Seeds within limits on the device and on the host, which may have none (None). ``solve``: see ``relaxation``; ``least``:
+    """Seeds within limits on the device and on the host, which may have none (None). ``solve``: see ``Relaxation``; ``least``:
     decides what the program does not; ``held``: bytes by home, with its state."""
 
     solve: Solve

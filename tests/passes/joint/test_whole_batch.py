@@ -98,6 +98,13 @@ def test_losses_and_gradients_are_those_of_the_whole_batch(name: str, count: int
         torch.testing.assert_close(other, one, rtol=2e-5, atol=1e-6)
 
 
+def test_a_sum_is_divided_by_any_number_of_rows() -> None:
+    """1 / 49 x 49 is less than 1."""
+    plain = Classifier(lambda m, h, x, y: entropies(m, h, y).sum() / len(x))
+    model = mtcompile.compile(deepcopy(plain), memory="1MiB", device="cpu", accumulate=49)
+    torch.testing.assert_close(model(*batch(49)), plain(*batch(49)))
+
+
 REFUSED: dict[str, Loss] = {
     "pairs of rows": lambda m, h, x, y: F.cross_entropy(h @ h.t(), torch.arange(len(y))),
     "same labels": lambda m, h, x, y: ((h @ h.t()).log_softmax(-1) * (y[:, None] == y).float()).sum(1).mean(),

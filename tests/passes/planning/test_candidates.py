@@ -26,7 +26,7 @@ from mtcompile.passes.planning.ladders import waiting_less
 from mtcompile.passes.planning.linear import relaxation as relaxation_module
 from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.relaxation import relaxation
+from mtcompile.passes.planning.linear.relaxation import Relaxation
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.policies import POLICIES
@@ -219,8 +219,16 @@ def test_one_program_serves_all_budgets() -> None:
     assert [candidates._bounds.solve(*each).bound_us for each in reversed(asked)] == first[::-1]
     for each, bound_us in zip(asked, first, strict=True):
         problem = replace(candidates.problem, step=crossing())
-        fresh = relaxation(problem, candidates.blocks, costs)(*each).bound_us
+        fresh = Relaxation(problem, candidates.blocks, costs)(*each).bound_us
         assert fresh == bound_us
+
+
+@pytest.mark.slow
+def test_one_program_tells_the_bytes_below_which_nothing_fits() -> None:
+    candidates = Candidates(PlanningProblem(crossing(), SLOW, Budgets(updates=Updates(run_ahead=True))))
+    least, far = candidates.least_nbytes, 1 << 10  # what a solver may leave out of rows in GiB
+    assert candidates.bound_us(least - far, None) == inf > candidates.bound_us(least + far, None) > 0
+    assert 0 < least <= candidates.least().plan.peak_bytes["device"]
 
 
 @pytest.mark.slow
@@ -237,7 +245,7 @@ def test_equal_blocks_that_decide_alike_have_nearly_the_optimum_of_blocks_that_d
     for groups in (99, 2):
         monkeypatch.setattr(relaxation_module, "_GROUPS", 2)
         monkeypatch.setattr(relaxation_module, "_MANY", 2 * groups)
-        solve = relaxation(problem, candidates.blocks, costs)
+        solve = Relaxation(problem, candidates.blocks, costs)
         optima[groups] = [solve(*each) for each in asked]
     for (_, decided, ahead), alone, alike in zip(asked, optima[99], optima[2], strict=True):
         if ahead:
