@@ -35,7 +35,7 @@ class Block(nn.Module):
         h = self.norm(x)
         return x + self.attention(h, h, h, need_weights=False)[0] + self.mlp(h)
 
-model = nn.Sequential(*(Block() for _ in range(32)))
+model = nn.Sequential(*(Block() for _ in range(64)))
 compiled = mtcompile.compile(model, memory="3MiB", device="cpu")
 print("calling", file=sys.stderr, flush=True)
 try:
