@@ -19,7 +19,7 @@ from torch import fx
 
 from mtcompile import cache, knobs, progress, torch_private
 from mtcompile.capture.description import Description
-from mtcompile.capture.joint import Tangents, joint_graph, joint_key, note_numbers, of_whole_batch
+from mtcompile.capture.joint import Tangents, compare_with_whole, joint_graph, joint_key
 from mtcompile.capture.refusals import in_micro_batches
 from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.execution.calibration import known_machine, warn_not_pinned
@@ -41,7 +41,7 @@ from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragme
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.accumulate import repeat
-from mtcompile.passes.joint.batch.joining import Micro, check_whole, joining_of
+from mtcompile.passes.joint.batch.joining import Micro, joining_of
 from mtcompile.passes.joint.build import InputHomes, built_once
 from mtcompile.passes.joint.exceptions import contract
 from mtcompile.passes.joint.normalize import normalize
@@ -161,10 +161,8 @@ def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
         except NotImplementedError as error:
             raise CaptureError(f"the model uses {error}; expected ATen operations only") from None
         cache.write_joint(key, joint)
-    note_numbers(joint, captured.micro, description, captured.whole)
     if captured.micro is not None and captured.whole is not None:
-        with in_micro_batches(captured.micro):
-            check_whole(joint, of_whole_batch(joint, captured.whole, captured.tangents), captured.micro)
+        compare_with_whole(joint, captured.micro, description, captured.whole, captured.tangents)
     return joint
 
 

@@ -21,8 +21,8 @@ from mtcompile.capture.stamping.stamp import named, stamped
 from mtcompile.errors import CaptureError, shows_part
 from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.generators import rng_preserved
-from mtcompile.passes.joint.batch.compared import compared
-from mtcompile.passes.joint.batch.joining import Micro
+from mtcompile.passes.joint.batch.compared import Rows, compared
+from mtcompile.passes.joint.batch.joining import Micro, check_whole, rows_of
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.joint.strides import Observe
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
@@ -78,20 +78,16 @@ def _traced_whole(description: Description, tangents: Tangents, observe: Observe
     return _annotate(joint, description)
 
 
-def note_numbers(joint: fx.GraphModule, micro: Micro | None, one: Description, whole: Description | None) -> None:
+def compare_with_whole(joint: fx.GraphModule, micro: Micro, one: Description, whole: Description, tangents: Tangents) -> None:
     """Notes in ``joint``, of one micro-batch, which of its numbers depend on how many rows there are: those that differ in the
-    graph of the whole batch. Raises CaptureError where the forward differs in another way."""
-    if micro is not None and whole is not None:
-        with in_micro_batches(micro):
-            joint.meta["numbers"] = compared(one.graph, whole.graph)
-
-
-def of_whole_batch(joint: fx.GraphModule, whole: Description, tangents: Tangents) -> fx.GraphModule:
-    """Returns the graph of the whole batch, normalized, to compare with ``joint`` of a micro-batch. Raises CaptureError."""
+    graph of the whole batch. Raises CaptureError where the forward, or how its results are made of rows, differs in another
+    way."""
     pattern = None if tangents is None else tuple(bool(each) for each in tangents)
-    traced = normalize(joint_graph(whole, pattern), None)
-    traced.meta["numbers"] = joint.meta["numbers"].of_whole()
-    return traced
+    with in_micro_batches(micro):
+        joint.meta["numbers"] = compared(one.graph, whole.graph, Rows(rows_of(joint, micro), micro.count))
+        joint_of_whole = normalize(joint_graph(whole, pattern), None)
+        joint_of_whole.meta["numbers"] = joint.meta["numbers"].of_whole()
+        check_whole(joint, joint_of_whole, micro)
 
 
 def joint_key(description: Description, tangents: Tangents) -> str | None:

@@ -153,17 +153,19 @@ class Comparison(Generic[S]):
         if self.is_near and not self.allowed.in_fragments:
             return
         left_out = {id(form) for form in self._left_out}
+        before = list[S]()
         for form, chains in kinds:
-            skipped = id(form) in left_out or self._needs_no_less(form, coarsest)
-            for number, chain in enumerate(() if skipped else chains):
+            if id(form) in left_out or self._needs_no_less(form, before):
+                continue
+            before.append(form)
+            for number, chain in enumerate(chains):
                 if not (number and self._gains_little_from_finer()) and not self._compare_finer(chain):
                     return
 
-    def _needs_no_less(self, form: S, coarsest: Sequence[S]) -> bool:
-        """Tells whether no form fits the device so far and one needs about as much of it as another before it, or more."""
+    def _needs_no_less(self, form: S, before: Sequence[S]) -> bool:
+        """Tells whether no form fits the device so far and one needs about as much of it as another ``before`` it, or more."""
         if self.lead is not None or self._alone or any(error.tier != "device" for _, error in self.refused):
             return False
-        before = coarsest[: next((place for place, each in enumerate(coarsest) if each is form), 0)]
         return any(_ABOUT * other.candidates.least_nbytes <= form.candidates.least_nbytes for other in before)
 
     def _compare_finer(self, chain: Iterable[S]) -> bool:

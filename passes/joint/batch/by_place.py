@@ -1,4 +1,4 @@
-"""Where the batch is in results of operations that tell elements apart by their place: rows are not to be among these."""
+"""Rules for operations along some of whose dimensions rows are not to be, such as a padded one or those of a triangle."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ def embedding(following: Following, node: fx.Node) -> Places:
 
 def padded(following: Following, node: fx.Node) -> Places:
     """Elements are added, or left out, in front of and behind those of the last dimensions."""
-    (source, pad), place = args_of(node)[:2], following.places[args_of(node)[0]]
-    at = 2 * (len(shape_of(source)) - 1 - place.dim) if isinstance(place, Along) else 0
-    moves = isinstance(place, Along) and isinstance(pad, (list, tuple)) and any(pad[at : at + 2])
-    return UNKNOWN if moves else of_twice_as_many(following, node)
+    source, pad = args_of(node)[:2]
+    place = following.places[source]
+    if isinstance(place, Along) and isinstance(pad, (list, tuple)):
+        at = 2 * (len(shape_of(source)) - 1 - place.dim)
+        if any(pad[at : at + 2]):
+            return UNKNOWN
+    return of_twice_as_many(following, node)
 
 
 def by_place(following: Following, node: fx.Node) -> Places:

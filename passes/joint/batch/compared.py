@@ -34,32 +34,24 @@ _ARITHMETIC = (
 )  # fmt: skip
 
 
-def compared(micro: fx.GraphModule, whole: fx.GraphModule) -> Numbers:
+class Rows(NamedTuple):
+    """The ``number`` of rows of a micro-batch, and the ``count`` of micro-batches."""
+
+    number: int
+    count: int
+
+
+def compared(micro: fx.GraphModule, whole: fx.GraphModule, rows: Rows) -> Numbers:
     """Returns the numbers that Dynamo's graphs of a micro-batch and of the whole batch compute with. Raises DependsOnRows where
     they differ in anything else than sizes and such numbers."""
     numbers = Numbers(known=True)
-    _compare(micro, whole, numbers, _rows_of(micro, whole))
+    _compare(micro, whole, numbers, rows)
     results = zip(*(graph.graph.output_node().all_input_nodes for graph in (micro, whole)), strict=False)
     numbers.outputs.extend(_grown(one, other) for one, other in results)
     return numbers
 
 
-class _Rows(NamedTuple):
-    """Of a micro-batch, and of how many the whole batch is; 0 where that is not known."""
-
-    number: int = 0
-    count: int = 0
-
-
-def _rows_of(micro: fx.GraphModule, whole: fx.GraphModule) -> _Rows:
-    """Reads the rows from the first input that is longer in the whole batch."""
-    for one, other in zip(*(graph.graph.find_nodes(op="placeholder") for graph in (micro, whole)), strict=False):
-        if _grown(one, other) == 0 and (rows := _shape(one)[0]) and _shape(other)[0] % rows == 0:
-            return _Rows(rows, _shape(other)[0] // rows)
-    return _Rows()
-
-
-def _compare(micro: fx.GraphModule, whole: fx.GraphModule, numbers: Numbers, rows: _Rows) -> None:
+def _compare(micro: fx.GraphModule, whole: fx.GraphModule, numbers: Numbers, rows: Rows) -> None:
     same: dict[fx.Node, fx.Node] = {}
     used = _used(micro.graph)
     for one, other in zip_longest(micro.graph.nodes, whole.graph.nodes):
@@ -97,7 +89,7 @@ def _name(call: fx.Node) -> str:
 
 
 def _compare_held(
-    micro: fx.GraphModule, whole: fx.GraphModule, one: fx.Node, other: fx.Node, numbers: Numbers, rows: _Rows
+    micro: fx.GraphModule, whole: fx.GraphModule, one: fx.Node, other: fx.Node, numbers: Numbers, rows: Rows
 ) -> None:
     held, beside = (attrgetter(str(node.target))(module) for module, node in ((micro, one), (whole, other)))
     if isinstance(held, fx.GraphModule) and isinstance(beside, fx.GraphModule):
@@ -131,7 +123,7 @@ def _compare_call(one: fx.Node, other: fx.Node, same: dict[fx.Node, fx.Node], nu
             raise DependsOnRows(f"numbers the rows ({name})", one)  # a single number is read by each row alike
 
 
-def _compare_rows(one: fx.Node, other: fx.Node, same: dict[fx.Node, fx.Node], rows: _Rows) -> None:
+def _compare_rows(one: fx.Node, other: fx.Node, same: dict[fx.Node, fx.Node], rows: Rows) -> None:
     """Raises DependsOnRows where a result has another number of rows than all, and where some are picked, which shows in no
     graph of a micro-batch that has no others."""
     name, shapes, longer = _name(one), _shapes(one), _shapes(other)
@@ -145,10 +137,9 @@ def _compare_rows(one: fx.Node, other: fx.Node, same: dict[fx.Node, fx.Node], ro
             raise DependsOnRows(f"spreads rows over another dimension ({name})", one)
     for shape, of_whole in zip(shapes, longer, strict=False):
         dims = zip(shape, of_whole, strict=True) if len(shape) == len(of_whole) else ()
-        if rows.count and any(length not in (size, size * rows.count) for size, length in dims):
-            raise DependsOnRows(
-                f"{'picks some of' if name in _PARTS else 'does not keep the number of'} the rows ({name})", one
-            )
+        if any(length not in (size, size * rows.count) for size, length in dims):
+            does = "picks some of" if name in _PARTS else "does not keep the number of"
+            raise DependsOnRows(f"{does} the rows ({name})", one)
 
 
 def _fill(name: str, node: fx.Node) -> object:

@@ -14,6 +14,7 @@ import numpy
 from mtcompile.passes.planning.linear.solver import Solution, Solver, matrix_of, solver
 
 _GIB = 1 << 30
+_NBYTES = -1  # the variable, before the first, that is minimized in place of it: bytes of a tier, in GiB
 _TOLERANCE = 256  # bytes by which a solver may break rows of memory
 Equation = tuple[dict[int, float], float]  # the sum of its terms, and what it is
 Work = tuple[Mapping[int, float], float]  # µs per unit of each variable, and constant µs
@@ -134,15 +135,12 @@ class Program:
         Raises Infeasible."""
         limited = {each: nbytes for each, nbytes in budgets.items() if nbytes is not None and each != tier}
         rows = [*self.rows, *(row for row in self.held[counted] if row.tier in (tier, *limited))]
-        of_tier = [0.0] * len(self.equal) + [-1.0 * (row.tier == tier) for row in rows]  # the factor of its bytes, in GiB
-        terms = [*(terms for terms, _ in self.equal), *(row.terms for row in rows)]
-        by_column = [
-            {0: factor} | {1 + variable: n for variable, n in each.items()} for factor, each in zip(of_tier, terms, strict=True)
-        ]
+        in_gib = [{_NBYTES: -1.0} if row.tier == tier else {} for row in rows]
+        terms = [*(terms for terms, _ in self.equal), *(row.terms | more for row, more in zip(rows, in_gib, strict=True))]
+        by_column = [{1 + variable: factor for variable, factor in each.items()} for each in terms]
         limits = [limit for _, limit in self.equal] + [row.limit + limited.get(row.tier or "", 0) / _GIB for row in rows]
-        bounds = numpy.zeros((1 + len(self.upper), 2))
-        bounds[:, 1] = [numpy.inf, *(numpy.inf if upper is None else upper for upper in self.upper)]
-        bounds[[1 + variable for variable in self.signed], 0] = -numpy.inf
+        bounds = self._bounds(numpy.arange(1, 1 + len(self.upper)))
+        bounds[1 + _NBYTES, 1] = numpy.inf
         solution = _solver(by_column, len(bounds), len(self.equal))(numpy.array(limits, dtype=float), bounds)
         if solution is None:
             raise Infeasible("expected a solution of the linear program, found none")
@@ -165,10 +163,7 @@ class Program:
         if self.alike:
             equal, rows = _shortened(equal, rows, set(self.signed), self.alike)
             columns = self._columns(equal, rows)
-        bounds = numpy.zeros((2 + max(columns), 2))  # the last one is of variables without a column
-        bounds[columns, 1] = [numpy.inf if upper is None else upper for upper in self.upper]
-        bounds[columns[self.signed], 0] = -numpy.inf
-        bounds = bounds[:-1]
+        bounds = self._bounds(columns)
         by_tier: dict[str, list[int]] = defaultdict(list)
         for number, row in enumerate(rows, len(equal)):
             by_tier[row.tier or ""].append(number)
@@ -181,6 +176,13 @@ class Program:
             unlimited[by_tier[tier]] = numpy.inf
         first = by_highs(unlimited, bounds)
         return _Prepared(by_highs, rows, limits, by_tier, bounds, columns, None if first is None else first.basis)
+
+    def _bounds(self, columns: Any) -> Any:
+        """The lowest and the highest value of each column. ``columns``: by variable, its column; -1 where it has none."""
+        bounds = numpy.zeros((2 + max(columns), 2))  # the last one is of variables without a column
+        bounds[columns, 1] = [numpy.inf if upper is None else upper for upper in self.upper]
+        bounds[columns[self.signed], 0] = -numpy.inf
+        return bounds[:-1]
 
     def _columns(self, equal: Sequence[Equation], rows: Sequence[Row]) -> Any:
         """Returns the column of every variable, that of the first one for all that are alike; -1 for sums that no row reads."""
