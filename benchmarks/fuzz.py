@@ -28,7 +28,7 @@ LARGEST_INPUT = 1 << 16
 
 
 READ = ("mtcompile.reading", "mtcompile.checkpoint", "mtcompile.data", "mtcompile.machine.presets", "mtcompile.models.loading")
-READ += ("mtcompile.runtime.schedule", "mtcompile.passes.plan", "mtcompile.passes.graph_json", "mtcompile.cli.config_file")
+READ += ("mtcompile.runtime.schedule", "mtcompile.passes.plan.text", "mtcompile.passes.graph_json", "mtcompile.cli.config_file")
 FILES = {
     "safetensors": "model.safetensors",
     "index": "model.safetensors.index.json",

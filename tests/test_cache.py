@@ -210,7 +210,7 @@ def checkout(tmp_path: Path) -> Path:
         "cache.py",
         "machine/presets.py",
         "passes/planning/planner.py",
-        "passes/plan.py",
+        "passes/plan/plan.py",
         "runtime/optim/update.c",
         "runtime/sim.py",
     ],

@@ -225,9 +225,14 @@ def persistent_of(step: fx.GraphModule, budgets: Budgets) -> Callable[[Plan], di
     """Returns ``persistent_nbytes`` for many plans: what is the same for all of them is worked out once."""
     held, on_disk = held_nbytes(step, budgets), None if budgets.disk is None else on_disk_nbytes(step, budgets)
     counters = sum(is_trained(spec) and spec.name in step.meta["homes"] for spec, _ in inputs_of(step))
+    last: tuple[object, dict[str, int]] = None, {}  # plans that were made of others mostly share what they decide about homes
 
     def persistent(plan: Plan) -> dict[str, int]:
-        totals = resident_nbytes(held, plan, on_disk)
+        nonlocal last
+        decided = plan.decisions.of_kind("params")
+        if last[0] is not decided:
+            last = decided, resident_nbytes(held, plan, on_disk)
+        totals = last[1].copy()
         totals["device"] += budgets.reserve
         totals["host"] += counters * SCALAR_STATE_NBYTES + budgets.exchange
         if budgets.disk is not None and uses_disk(plan):
@@ -305,7 +310,7 @@ def update_figures(
     copied, drive, collectives = traffic
     alone, backward, period = spans
     contention = machine.contention_us(copied[0])
-    device_nbytes = sum(nbytes for nbytes, tier in zip(trained.values(), plan.tiers(trained), strict=True) if tier == "device")
+    device_nbytes = sum([trained.get(home, 0) for home, d in plan.decisions.of_kind("params").items() if d.choice == "device"])
     host_nbytes = sum(trained.values()) - device_nbytes
     if budgets.updates is None:
         gathered = machine.collective_us(host_nbytes, budgets.hosts, "all_gather") if budgets.hosts > 1 else 0.0

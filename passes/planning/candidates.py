@@ -90,7 +90,7 @@ class Candidates:
     def evaluate(self, plan: Plan) -> Candidate:
         """Returns the plan with its figures. Evaluates it, and counts that, unless one that decides the same was: many do."""
         key = identity(plan)
-        if key not in self._figures:
+        if (figures := self._figures.get(key)) is None:
             self.evaluations += 1
             figures = self._evaluator.figures(plan)
             if figures is None:
@@ -98,14 +98,14 @@ class Candidates:
                 self._figures[key] = known.peak_bytes, known.step_time_us, known.update_us
                 return candidate
             self._figures[key] = figures
-        peaks, step_time_us, update_us = self._figures[key]
-        again = replace(plan, peak_bytes=dict(peaks), step_time_us=step_time_us, update_us=update_us)
+        peaks, step_time_us, update_us = figures
+        again = plan.changed(peak_bytes=dict(peaks), step_time_us=step_time_us, update_us=update_us)
         return Candidate(again, lambda: evaluate(self.problem, self.draft, plan).schedule)
 
     def _paced(self, plan: Plan) -> Candidate:
         """Returns the plan as ``paced`` chooses it; the choice is remembered."""
         if (key := identity(plan)) in self._paces:
-            return self.evaluate(replace(plan, updates=self._paces[key]))
+            return self.evaluate(plan.changed(updates=self._paces[key]))
         candidate = paced(plan, self.evaluate, self._evaluator.due_first)
         self._paces[key] = candidate.plan.updates
         return candidate

@@ -257,7 +257,7 @@ def _with_variants(plan: Plan, blocks: list[Block], index: int, why: str) -> Pla
 
 
 def _with(plan: Plan, decisions: Iterable[Decision]) -> Plan:
-    return replace(plan, decisions=plan.decisions.replaced(decisions, behind=False))
+    return plan.changed(decisions=plan.decisions.replaced(decisions, behind=False))
 
 
 class _Upgraded(Sequence[Plan]):

@@ -58,9 +58,9 @@ def impatient(plan: Plan) -> Plan | None:
 def with_pace(plan: Plan, patient: bool, order: tuple[str, ...]) -> Plan:
     """Returns the plan with that patience and that order of its updates; as it is if it has none."""
     updates = plan.updates
-    if updates is None:
+    if updates is None or (updates.patient, updates.order) == (patient and not updates.in_turn, order):
         return plan
-    return replace(plan, updates=replace(updates, patient=patient and not updates.in_turn, order=order))
+    return plan.changed(updates=replace(updates, patient=patient and not updates.in_turn, order=order))
 
 
 def _due_first(schedule: Schedule) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from mtcompile.passes.planning.linear.seeds import Within
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import regions
 
-_STARTS, _MOVES = (1.0, 0.9, 0.8), (60, 40, 40)  # of a limit: where climbs to it start; plans that they evaluate at first
+_STARTS, _MOVES = (1.0, 0.9, 0.8), (50, 30, 30)  # of a limit: where climbs to it start; plans that they evaluate at first
 _MOVES_BETWEEN = 20  # plans evaluated from one limit to the next, where these are near to each other
 _PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at most, and that times their regions
 _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
@@ -31,13 +31,13 @@ _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
 _SEEDED = 1.012  # times the bound: climbs begin at seeds, too, above
 _FASTER = 0.999  # times the plan taken: less is not worth a climb
-_SLOWER, _IN_A_ROW = 1.02, 2  # times the plan taken: after so many slower plans in a row, lower limits gain nothing
+_SLOWER, _IN_A_ROW = 1.005, 2  # times the plan taken: after so many slower plans in a row, lower limits gain nothing
+_MUCH_SLOWER = 1.02  # times the plan taken: a plan that takes so long becomes no faster one with a little more memory
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
 _MUCH = 0.985  # times what a climb to a lower limit ends at: then a plan is polished anew
 _BOUND_FALLS = 0.985  # times the bound of a lower limit: then moves from its plan may not lead far enough
 _POLISHED = 0.3  # of the way to the bound: polishing does not get as far
 _GAIN = 1.5  # times what the bound falls by: what climbs to limits in between may gain
-_SHARES_OF_MISSING = (1.0, 1.4)  # of the bytes above a limit, to make room for: what is freed may be live elsewhere only
 
 
 class Ways(NamedTuple):
@@ -123,7 +123,7 @@ class Climbs:
             if not self._gains_little(limit, taken.total_us):
                 taken = min((taken, *fitting(plan := self._plan_if(limit, taken.total_us))), key=_us)
                 if limit not in self._following:
-                    slower = slower + 1 if self._is_much_slower(plan, limit, taken.total_us) else 0
+                    slower = slower + 1 if self._is_slower(plan, limit, _SLOWER * taken.total_us) else 0
         return taken
 
     def _falling(self, device: int | None, begins: Callable[[int], bool]) -> Iterator[int]:
@@ -141,11 +141,11 @@ class Climbs:
             return False
         low, high = self.limits[place - 1 : place + 1]
         gain_us = _GAIN * (self.bound(low, None) - self.bound(high, None))
-        return self._is_much_slower(self._plan_if(low, us + gain_us), low, us + gain_us)
+        return self._is_slower(self._plan_if(low, us + gain_us), low, _MUCH_SLOWER * (us + gain_us))
 
-    def _is_much_slower(self, plan: Plan, limit: int, us: float) -> bool:
-        """Tells whether a plan of a limit takes much more than some ``us``, and is near enough its bound to tell of others."""
-        return _SLOWER * us < plan.total_us < _TELLING * self.bound(limit, None)
+    def _is_slower(self, plan: Plan, limit: int, us: float) -> bool:
+        """Tells whether a plan of a limit takes more than some ``us``, and is near enough its bound to tell of others."""
+        return us < plan.total_us < _TELLING * self.bound(limit, None)
 
     def _between(self, low: int, high: int) -> Sequence[int]:
         if low not in self._finer:
@@ -164,7 +164,7 @@ class Climbs:
             return self.plans[Limits(limit)]
         climbed, bound_us = self._climbed(limit), self.bound(limit, None)
         least_us = climbed.total_us - _POLISHED * (climbed.total_us - bound_us)
-        return climbed if _SLOWER * us < least_us and climbed.total_us < _TELLING * bound_us else self._plan(limit)
+        return climbed if _MUCH_SLOWER * us < least_us and climbed.total_us < _TELLING * bound_us else self._plan(limit)
 
     def _plan(self, limit: int) -> Plan:
         if (limits := Limits(limit)) not in self.plans:
@@ -269,7 +269,7 @@ class Climbs:
         for _ in range(_KICKED if best.best.total_us > _NEAR_BOUND * self.bound(*best.limits) else 0):
             ended = best.best
             for plan in self.ways.kicks(ended) if self.ways.kicks is not None else ():
-                anew = replace(best, best=replace(ended, step_time_us=inf), remaining=_MOVES[-1])
+                anew = replace(best, best=ended.changed(step_time_us=inf), remaining=_MOVES[-1])
                 if anew.is_better(plan):
                     anew.go_on(self.ways.kinds, _MOVES[-1] * self.ways.patience)
                     best = min((best, anew), key=_ended_us)
@@ -333,13 +333,10 @@ class Climb:
         missing = self.limits.missing(evaluated)
         if not missing or evaluated.total_us >= before.total_us:
             return self.best is not before
-        tier = next(iter(missing))
+        tier, nbytes = next(iter(missing.items()))
         for room in self.ways.rooms[tier]:
-            for share in _SHARES_OF_MISSING:
-                if (less := room(plan, before, int(missing[tier] * share))) is None or self.remaining <= 0:
-                    break
-                if tier not in self.limits.missing(self._evaluated(less)):
-                    break
+            if self.remaining > 0 and (less := room(plan, before, nbytes)) is not None:
+                self._evaluated(less)
             if self.best is not before:
                 return True
         return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 from mtcompile.passes.plan import Choice, Decision, Plan
@@ -36,7 +35,7 @@ def kicks(blocks: Sequence[Block], sizes: Mapping[str, int]) -> Move | None:
         for farther, count in itertools.product(_FARTHER, _WAITING):
             if (ahead := plan.lookahead + farther) <= MOST_AHEAD:
                 decisions = [each for kind in kinds for each in waiting(kind, homes[:count], sizes, True, WHY)]
-                yield replace(plan, lookahead=ahead).with_decisions(decisions)
+                yield plan.changed(lookahead=ahead).with_decisions(decisions)
 
     return neighbours
 

@@ -7,7 +7,6 @@ blocks has few moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from mtcompile.passes.plan import Choice, Decision, Plan
@@ -64,8 +63,8 @@ def _ahead(plan: Plan) -> Iterator[Plan]:
     """Fetches more or fewer regions ahead, and from the allocator or into slots."""
     for ahead in (plan.lookahead + 1, plan.lookahead - 1):
         if 0 <= ahead <= MOST_AHEAD:
-            yield replace(plan, lookahead=ahead)
-    yield replace(plan, pooled=not plan.pooled)
+            yield plan.changed(lookahead=ahead)
+    yield plan.changed(pooled=not plan.pooled)
 
 
 def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:

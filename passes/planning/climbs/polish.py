@@ -7,7 +7,6 @@ change in the middle of it. So moves are drawn at random, always the same ones, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any, Protocol
 
@@ -161,4 +160,4 @@ class Draws:
     def _ahead(self, plan: Plan) -> Plan | None:
         """Fetches one region more or less ahead."""
         ahead = plan.lookahead + (1 if self._random.random() < 0.5 else -1)
-        return replace(plan, lookahead=ahead) if 0 <= ahead <= _AHEAD else None
+        return plan.changed(lookahead=ahead) if 0 <= ahead <= _AHEAD else None

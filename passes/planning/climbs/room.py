@@ -22,19 +22,21 @@ _Step = tuple[float, int, int, Decision]
 def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, int], host: bool) -> dict[str, list[Room]]:
     """Returns the ways to make room, by the tier that needs it. ``sizes``: bytes of the homes whose tier is open; ``held``:
     with their optimizer state; ``host``: whether activations may go home."""
+    homes = list(sizes)
     lighter: dict[tuple[int, tuple[int, ...]], list[_Step]] = {}  # by block and what it keeps
 
     def again(plan: Plan, before: Plan) -> _Freed:
         """Fetches homes again for the backward, those first that would stay longest."""
-        for home, nbytes in sizes.items():
-            if plan.stays(home) and before.stays(home):
-                yield nbytes, [Decision("fetch", home, "again", nbytes, _WHY)]
+        fetches = zip(sizes, plan.choices("fetch", sizes), before.choices("fetch", sizes), strict=True)
+        for home in [home for home, now, then in fetches if now == then == "keep"]:
+            if plan.params(home) != "device" != before.params(home):
+                yield sizes[home], [Decision("fetch", home, "again", sizes[home], _WHY)]
 
     def away(plan: Plan, before: Plan) -> _Freed:
         """Moves homes to the host, those last that the next step reads first."""
-        for home, nbytes in reversed(sizes.items()):
-            if plan.params(home) == "device" == before.params(home):
-                yield held[home], [Decision("params", home, "host", nbytes, _WHY)]
+        tiers = zip(homes, plan.tiers(homes), before.tiers(homes), strict=True)
+        for home in reversed([home for home, now, then in tiers if now == then == "device"]):
+            yield held[home], [Decision("params", home, "host", sizes[home], _WHY)]
 
     def recomputed(plan: Plan, before: Plan) -> _Freed:
         """Recomputes more, where a byte takes least time."""
@@ -59,9 +61,9 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
 
     def here(plan: Plan, before: Plan) -> _Freed:
         """Moves homes to the device, those first that the next step reads first."""
-        for home, nbytes in sizes.items():
-            if plan.params(home) == "host" == before.params(home):
-                yield held[home], [Decision("params", home, "device", nbytes, _WHY)]
+        tiers = zip(homes, plan.tiers(homes), before.tiers(homes), strict=True)
+        for home in [home for home, now, then in tiers if now == then == "host"]:
+            yield held[home], [Decision("params", home, "device", sizes[home], _WHY)]
 
     def less_at_home(plan: Plan, before: Plan) -> _Freed:
         """Keeps on the device what waits at home, that of the last blocks first: it waits shortest there."""
@@ -72,7 +74,7 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
                 stay = [activation_decision(value, "device", _WHY) for value in at_home]
                 yield sum(decision.nbytes for decision in stay), stay
 
-    on_device = (again, recomputed, away, home) if host else (again, recomputed, away)
+    on_device = (again, home, away) if host else (again, recomputed, away)  # moves of blocks recompute more, too
     on_host = (less_at_home, recomputed, here) if host else (here,)
     return {"device": list(map(_until_enough, on_device)), "host": list(map(_until_enough, on_host))}
 

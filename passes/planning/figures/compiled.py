@@ -9,7 +9,7 @@ import ctypes
 import functools
 import warnings
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from operator import and_
 from pathlib import Path
@@ -19,13 +19,12 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.rows import ROW_COPY_US
 from mtcompile.passes.memo import remembered
 from mtcompile.passes.plan import Plan, Updates
-from mtcompile.passes.planning.figures.layout import Layout, Tables
+from mtcompile.passes.planning.figures.layout import PER_LEAVING, Layout
 from mtcompile.passes.planning.figures.summary import Summary
 from mtcompile.passes.planning.figures.times import Measures
-from mtcompile.passes.planning.pace import Arriving
 from mtcompile.runtime.schedule import ALIGNMENT
 
-_VERSION = 9  # of the interface of c/
+_VERSION = 10  # of the interface of c/
 _QUEUES = "compute", "h2d", "d2h", "host", "disk_read"
 _BITS = {  # of what is decided about a home
     **{("params", "device"): 1, ("params", "disk"): 2, ("fetch", "keep"): 4},
@@ -59,16 +58,16 @@ class _Costs(ctypes.Structure):
 class _Choices(ctypes.Structure):
     _fields_ = (
         *_fields(ctypes.c_int64, "lookahead disk_lookahead disk_direct pooled updates patient sets run_ahead"),
-        *_fields(ctypes.c_void_p, "home at_host rank"),
+        *_fields(ctypes.c_void_p, "home at_host rank alphabet"),
     )
 
 
 class _Result(ctypes.Structure):
     _fields_ = (
         *(("arenas", ctypes.c_int64 * 3), ("most", ctypes.c_int64), ("copied", ctypes.c_int64 * 2)),
-        *(("read", ctypes.c_int64 * 2), ("written", ctypes.c_int64 * 2), ("arriving", ctypes.c_int64)),
+        *(("read", ctypes.c_int64 * 2), ("written", ctypes.c_int64 * 2), ("updates", ctypes.c_int64)),
         *_fields(ctypes.c_double, "alone backward period"),
-        *_fields(ctypes.c_void_p, "there us due name"),
+        ("order", ctypes.c_void_p),
     )
 
 
@@ -102,15 +101,33 @@ class CompiledSteps:
         self.library, self.machine, self.layout = c_library, machine, Layout()
         self._choices: dict[object, tuple[array[int], array[int]]] = {}  # by the token of decisions: plans differ in a few
         self._numbered: tuple[int, ...] = ()
+        self._ranks: dict[tuple[str, ...], array[int]] = {}  # of names of updates, by their order
         self._costs: dict[tuple[float, float, bool], _Costs] = {}
+        self._names: Sequence[str] = ()
+        self._alphabet: array[int] = array("q")
 
     def step(self, summary: Summary) -> CompiledStep:
         """Lays out a summary."""
-        tables = self.layout.tables(summary)
-        if (numbered := self.layout.numbered()) != self._numbered:  # choices say nothing of what had no number
-            self._numbered, self._choices = numbered, {}
+        tables, layout = self.layout.tables(summary), self.layout
+        if (numbered := layout.numbered()) != self._numbered:  # what is known says nothing of what had no number
+            self._numbered, self._choices, self._ranks, self._names = numbered, {}, {}, list(layout.leaving)
+            self._alphabet = array("q", self._names and _inverse(sorted(range(len(self._names)), key=self.name)))
         counts = len(summary.regions), len(summary.operands), numbered[0], summary.first_backward, summary.tangents
-        return CompiledStep(self, _Step(*counts, *map(_address, tables.arrays)), tables)
+        return CompiledStep(self, _Step(*counts, *map(_address, tables)), tables)
+
+    def name(self, number: int) -> str:
+        """Returns the name of an update by its number."""
+        return self._names[number] or "-"
+
+    def ordered(self, updates: Updates | None) -> tuple[array[int], array[int]]:
+        """Returns by name of an update its rank among those that have an order, and its place in the alphabet."""
+        order, count = () if updates is None else updates.order, len(self._names)
+
+        def ranks() -> array[int]:
+            by_name = dict(zip(order, range(len(order)), strict=True))
+            return array("q", [by_name.get(name, len(order)) for name in self._names] if order else bytes(8 * count))
+
+        return remembered(self._ranks, order, _MOST_CHOICES, ranks), self._alphabet
 
     def choices(self, plan: Plan) -> tuple[array[int], array[int]]:
         """Returns what ``_decided`` does, from the choices of a plan that this one was made of, if these are known."""
@@ -171,32 +188,34 @@ class CompiledStep(NamedTuple):
 
     steps: CompiledSteps
     step: _Step
-    tables: Tables  # that the step points into
+    tables: Sequence[array[int] | array[float]]  # that the step points into
 
     def measures(self, plan: Plan) -> Measures:
         """Works out the measures of a plan. Raises MemoryError."""
-        updates, names = plan.updates, self.tables.leaving
-        homes, at_host = self.steps.choices(plan)
-        ranks = {} if updates is None else {name: rank for rank, name in enumerate(updates.order)}
-        rank = array("q", [ranks.get(name, len(ranks)) for name in names] if ranks else bytes(8 * len(names)))
-        there, us = array("d", bytes(8 * len(names))), array("d", bytes(8 * len(names)))
-        due, first = array("q", bytes(8 * len(names))), array("q", bytes(8 * len(names)))
+        updates, steps = plan.updates, self.steps
+        decided = *steps.choices(plan), *steps.ordered(updates)
+        order = array("q", bytes(8 * (len(self.tables[-1]) // PER_LEAVING)))
         when = (False, False, 2, False) if updates is None else (True, updates.patient, updates.sets, bool(updates.run_ahead))
-        decided = homes, at_host, rank
         ahead = plan.lookahead, plan.disk_lookahead, plan.disk_direct
         choices = _Choices(*ahead, plan.pooled, *when, *map(_address, decided))
-        result = _Result(**{name: _address(of) for name, of in (("there", there), ("us", us), ("due", due), ("name", first))})
-        if self.steps.library.mt_figures(self.step, self.steps.costs(updates or _NO_UPDATES), choices, result):
+        result = _Result(order=_address(order))
+        if steps.library.mt_figures(self.step, steps.costs(updates or _NO_UPDATES), choices, result):
             raise MemoryError("expected memory for the figures of a plan, found none; close other programs")
-        count = result.arriving
-
-        def arriving() -> Arriving:
-            rows = zip(there[:count], due[:count], us[:count], first[:count], strict=True)
-            return [(moment, before, takes, names[number] or "-") for moment, before, takes, number in rows]
-
         drives = (result.read[0], result.written[0]), (result.read[1], result.written[1])
-        spans = result.alone, result.backward, result.period
-        return Measures(result.arenas, result.most, *spans, tuple(result.copied), drives, arriving)
+        spans, count = (result.alone, result.backward, result.period), result.updates
+
+        def due_first() -> tuple[str, ...]:
+            return tuple(map(steps.name, order[:count]))
+
+        return Measures(result.arenas, result.most, *spans, tuple(result.copied), drives, due_first)
+
+
+def _inverse(places: Sequence[int]) -> list[int]:
+    """Returns by number its place among ``places``."""
+    inverse = [0] * len(places)
+    for place, number in enumerate(places):
+        inverse[number] = place
+    return inverse
 
 
 def _address(numbers: array[int] | array[float]) -> int:

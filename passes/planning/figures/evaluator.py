@@ -17,7 +17,6 @@ from mtcompile.passes.planning.figures.moves import ON_DEVICE, ON_HOST
 from mtcompile.passes.planning.figures.sketch import Sketches
 from mtcompile.passes.planning.figures.summary import Outline, Summary, Unsupported, outline_of, summary_of
 from mtcompile.passes.planning.figures.times import Measures, measures
-from mtcompile.passes.planning.pace import earliest_due
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import ranks_of
 
@@ -73,7 +72,7 @@ class Evaluator:
         """Returns a plan's updates on the host in the order in which they are due (see ``pace``); None as ``figures``."""
         if not self._supports(plan):
             return None
-        return earliest_due(self._evaluated(plan)[1].arriving())
+        return self._evaluated(plan)[1].due_first()
 
     def _supports(self, plan: Plan) -> bool:
         if not self.able or (self._casts and plan.narrow) or (plan.updates is not None and plan.updates.held):

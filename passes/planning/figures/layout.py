@@ -16,16 +16,8 @@ from mtcompile.passes.memo import remembered
 from mtcompile.passes.planning.figures.summary import Leaving, Operand, Region, Summary, Value
 
 _OF_WEIGHTS = 1 | 2 | 4  # bits of what is decided about weights alone (see compiled.py)
-_PER_LEAVING, _OF = 11, 7  # numbers of what leaves; the one of the operand that it is of
+PER_LEAVING, _OF = 12, 7  # numbers of what leaves; the one of the operand that it is of
 _MOST_OPERANDS = 16  # tables that are remembered
-
-
-class Tables(NamedTuple):
-    """The ``arrays`` of regions, their µs, reads, readers, operands, values and what is leaving. ``leaving``: the names of the
-    last ones."""
-
-    arrays: Sequence[array[int] | array[float]]
-    leaving: Sequence[str]
 
 
 class _Part(NamedTuple):
@@ -37,19 +29,22 @@ class _Part(NamedTuple):
 
 
 class Layout:
-    """The numbers of ``homes`` and ``activations``. ``masks``: by home, the bits of decisions that say anything about it."""
+    """The numbers of ``homes``, ``activations`` and names of what is ``leaving``. ``masks``: by home, the bits of decisions
+    that say anything about it."""
 
     def __init__(self) -> None:
         self.homes: dict[str, int] = {}
         self.activations: dict[str, int] = {}
+        self.leaving: dict[str, int] = {}
         self.masks: list[int] = []
         self._operands: dict[int, tuple[array[int], dict[Operand, int], Sequence[Operand]]] = {}  # by identity of the last
 
     def numbered(self) -> tuple[int, ...]:
-        """Returns a key that changes with every home and activation that gets a number."""
-        return len(self.homes), len(self.activations), *self.masks
+        """Returns a key that changes with everything that gets a number."""
+        return len(self.homes), len(self.activations), len(self.leaving), *self.masks
 
-    def tables(self, summary: Summary) -> Tables:
+    def tables(self, summary: Summary) -> Sequence[array[int] | array[float]]:
+        """Returns the tables of regions, their µs, reads, readers, operands, values and what is leaving."""
         (operands, places), regions = self._operands_of(summary.operands), summary.regions
         parts, entries = list(map(self._part, regions)), [entry for region in regions for entry in region.leaving]
         about = [region.phase for region in regions], [region.workspace for region in regions]
@@ -59,8 +54,8 @@ class Layout:
         firsts = reads, readers, values, others, _places(len(region.leaving) for region in regions)
         rows = zip(*((*column, 0) for column in about), *firsts, strict=True)
         leaving = _joined(part.leaving for part in parts)
-        leaving[_OF::_PER_LEAVING] = array("q", [places[entry.of] for entry in entries if entry.of is not None])
-        arrays = (
+        leaving[_OF::PER_LEAVING] = array("q", [places[entry.of] for entry in entries if entry.of is not None])
+        return (
             array("q", chain.from_iterable(rows)),
             array("d", [region.us for region in regions]),
             array("q", [places[operand] for region in regions for operand in region.reads]),
@@ -69,7 +64,6 @@ class Layout:
             _joined(part.values for part in parts),
             leaving,
         )
-        return Tables(arrays, [entry.name for entry in entries])
 
     def _operands_of(self, operands: Sequence[Operand]) -> tuple[array[int], dict[Operand, int]]:
         def laid_out() -> tuple[array[int], dict[Operand, int], Sequence[Operand]]:
@@ -101,7 +95,8 @@ class Layout:
         first = len(readers)
         readers += entry.readers
         about = self._home(entry.home), -1, entry.updates
-        return entry.nbytes, entry.slot, *entry.at_home(), first, len(entry.readers), *about, entry.crossing, entry.whole
+        rows_and_name = entry.crossing, entry.whole, self.leaving.setdefault(entry.name, len(self.leaving))
+        return entry.nbytes, entry.slot, *entry.at_home(), first, len(entry.readers), *about, *rows_and_name
 
     def _operand(self, operand: Operand, roles: dict[str, int]) -> Sequence[int]:
         rows = (-1, 0) if operand.rows is None else (operand.rows.count, operand.rows.nbytes)

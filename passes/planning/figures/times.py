@@ -12,7 +12,7 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.figures.lives import Lives, lives_of
 from mtcompile.passes.planning.figures.moves import COMPUTE, HOST, POOLED, Buffer, Call, Moves
 from mtcompile.passes.planning.figures.summary import Summary
-from mtcompile.passes.planning.pace import Arriving
+from mtcompile.passes.planning.pace import Arriving, earliest_due
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +127,7 @@ class Measures:
     """The needs of a plan's calls, and the time that they take: bytes of the ``arenas`` by kind and of all else on the device,
     at ``most``; µs of forward and backward and of the ``backward``, both as if updates took no time, and from one step to the
     next (``period``); bytes that are ``copied``, and that are read from disk and written there (``drives``), both in a step and
-    in its backward; ``arriving``: the updates on the host (see ``pace``)."""
+    in its backward; ``due_first``: the updates on the host in the order in which they are due (see ``pace``)."""
 
     arenas: Sequence[int]
     most: int
@@ -136,7 +136,7 @@ class Measures:
     period: float
     copied: tuple[int, int]
     drives: tuple[tuple[int, int], tuple[int, int]]
-    arriving: Callable[[], Arriving]
+    due_first: Callable[[], tuple[str, ...]]
 
 
 def measures(summary: Summary, plan: Plan, machine: Machine) -> Measures:
@@ -156,7 +156,7 @@ def measures(summary: Summary, plan: Plan, machine: Machine) -> Measures:
     )
     spans = without.end, without.end - without.backward, period
     totals = (copied, in_backward), (drive, drive_in_backward)
-    return Measures(lives.arenas, lives.most, *spans, *totals, lambda: _arriving(calls, first))
+    return Measures(lives.arenas, lives.most, *spans, *totals, lambda: earliest_due(_arriving(calls, first)))
 
 
 def _arriving(calls: Sequence[Call], times: Clock) -> Arriving:

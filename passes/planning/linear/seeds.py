@@ -143,7 +143,7 @@ class Within(NamedTuple):
         """Yields plans with their figures that are near ``limits``, a few for each number of blocks that fetches are ahead: as
         long as one is above a limit, the next is made for as many bytes less. ``evaluate``: gives a plan its figures."""
         for ahead in _AHEAD:
-            within, base, near = dict(limits), replace(self.least, lookahead=ahead, pooled=True), None
+            within, base, near = dict(limits), self.least.changed(lookahead=ahead, pooled=True), None
             for tries in range(1, _TRIES + 1):
                 try:
                     near = self.solve(within, ahead=ahead, like=near)
@@ -178,7 +178,7 @@ def seed_ladders(
 ) -> list[Seeds]:
     """Returns seeds by a few rules about where homes are. ``least``: decides what the program does not; ``homes``: those whose
     tier is open; ``few``: leaves out seeds that are seldom the best of a large step; for the others see ``Seeds``."""
-    bases = [replace(least, lookahead=ahead, pooled=True) for ahead in _AHEAD]
+    bases = [least.changed(lookahead=ahead, pooled=True) for ahead in _AHEAD]
     # The first and the last home are updated last and read first: what they would keep waiting says little of the others.
     ends = [Rule({homes[0]: True}), Rule({homes[0]: True, homes[-1]: True})] if len(homes) > 1 else []
     rules = [(rule, base) for rule in (Rule(), *ends) for base in (bases[:1] if few and rule.decided else bases)]

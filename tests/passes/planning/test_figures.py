@@ -152,7 +152,7 @@ def test_c_measures_a_model_of_many_blocks_as_python_does(plans: int) -> None:
         summary, compiled = evaluator._summary(plan)
         assert compiled is not None
         ours, python = compiled.measures(plan), measures(summary, plan, candidates.problem.machine)
-        assert [*ours.arenas] == [*python.arenas] and ours.arriving() == python.arriving()
+        assert [*ours.arenas] == [*python.arenas] and ours.due_first() == python.due_first()
         names = ("most", "alone", "backward", "period", "copied", "drives")
         assert [getattr(ours, name) for name in names] == [getattr(python, name) for name in names]
 

@@ -9,10 +9,10 @@ static double later(double one, double other) { return other > one ? other : one
 
 Clock mt_clock(Work *w, const Lives *lives, const Late *late, int updates) {
     double free_at[QUEUES] = {0.0}, barrier;
-    double *ready = mt_room(w, w->buffer_count, sizeof(double)), *touched = mt_room(w, w->buffer_count, sizeof(double));
-    double *written = mt_room(w, w->step->operands, sizeof(double)), *read = mt_room(w, w->step->operands, sizeof(double));
+    double *ready = mt_zeros(w, w->buffer_count, sizeof(double)), *touched = mt_zeros(w, w->buffer_count, sizeof(double));
+    double *written = mt_zeros(w, w->step->operands, sizeof(double)), *read = mt_zeros(w, w->step->operands, sizeof(double));
     double *slots = mt_room(w, w->buffer_count, sizeof(double));
-    uint8_t *on_host = mt_room(w, w->step->operands, 1), *has_slot = mt_room(w, w->buffer_count, 1);
+    uint8_t *on_host = mt_zeros(w, w->step->operands, 1), *has_slot = mt_zeros(w, w->buffer_count, 1);
     Clock times = {.backward = -1.0, .arrived = mt_room(w, w->length, sizeof(double))};
     int phase = 0;
     if (late)
@@ -91,9 +91,31 @@ Clock mt_clock(Work *w, const Lives *lives, const Late *late, int updates) {
     return times;
 }
 
-/* Lists updates on the host: see due_first in ../times.py. */
-static void list_arriving(Work *w, const Clock *times, Result *result) {
-    int64_t *due = mt_room(w, w->step->operands, sizeof *due);
+/* An update on the host: when its operands are there, the first call of the forward that reads what it updates, and its µs. */
+typedef struct {
+    double there, us;
+    int64_t due, alphabet, name;
+} Arriving;
+
+/* Of updates that may begin, the host takes the one due first; then the shorter one; then the first by name. */
+static int comes_first(const Arriving *one, const Arriving *other) {
+    if (one->due != other->due)
+        return one->due < other->due;
+    if (one->us != other->us)
+        return one->us < other->us;
+    return one->alphabet < other->alphabet;
+}
+
+static int arrives_first(const void *one, const void *other) {
+    const Arriving *a = one, *b = other;
+    if (a->there != b->there)
+        return a->there < b->there ? -1 : 1;
+    return comes_first(b, a) - comes_first(a, b);
+}
+
+/* Returns how many updates there are on the host, as they arrive. */
+static int64_t list_arriving(Work *w, const Clock *times, Arriving *arriving) {
+    int64_t *due = mt_room(w, w->step->operands, sizeof *due), count = 0;
     for (int64_t i = 0; i < w->step->operands; i++)
         due[i] = w->length;
     for (int64_t place = 0; place < w->length; place++) {
@@ -103,15 +125,43 @@ static void list_arriving(Work *w, const Clock *times, Result *result) {
                 if (due[w->links[link].value] == w->length)
                     due[w->links[link].value] = place;
         } else if (call->queue == HOST) {
-            const int64_t at = result->arriving++;
-            result->there[at] = times->arrived[place];
-            result->us[at] = call->us;
-            result->name[at] = call->update;
-            result->due[at] = w->length;
+            const int64_t name = w->step->leaving[call->update].name;
+            Arriving *update = &arriving[count++];
+            *update = (Arriving){times->arrived[place], call->us, w->length, w->choices->alphabet[name], name};
             for EACH(link, call->updated, w)
-                if (due[w->links[link].value] < result->due[at])
-                    result->due[at] = due[w->links[link].value];
+                if (due[w->links[link].value] < update->due)
+                    update->due = due[w->links[link].value];
         }
+    }
+    qsort(arriving, (size_t)count, sizeof *arriving, arrives_first);
+    return count;
+}
+
+/* Orders updates on the host: see earliest_due in ../../pace.py. */
+static void order_updates(Work *w, const Clock *times, Result *result) {
+    Arriving *arriving = mt_room(w, w->length, sizeof *arriving);
+    const int64_t count = list_arriving(w, times, arriving);
+    int32_t *waiting = mt_room(w, count, sizeof *waiting); /* those that may begin, the first one last */
+    int64_t waits = 0, next = 0;
+    double now = 0.0;
+    while (next < count || waits) {
+        if (!waits)
+            now = later(now, arriving[next].there);
+        for (; next < count && arriving[next].there <= now; next++) {
+            int64_t at = 0;
+            for (int64_t end = waits; at < end;) {
+                const int64_t middle = (at + end) / 2;
+                if (comes_first(&arriving[next], &arriving[waiting[middle]]))
+                    at = middle + 1;
+                else
+                    end = middle;
+            }
+            memmove(&waiting[at + 1], &waiting[at], (size_t)(waits++ - at) * sizeof *waiting);
+            waiting[at] = (int32_t)next;
+        }
+        const Arriving *update = &arriving[waiting[--waits]];
+        now += update->us;
+        result->order[result->updates++] = update->name;
     }
 }
 
@@ -132,27 +182,42 @@ static void figures(Work *w, Result *result) {
             result->written[phase] += call->written;
         }
     }
-    list_arriving(w, &first, result);
+    order_updates(w, &first, result);
 }
 
 /* ------------------------------------------------------------------------------------------------------------------ memory */
 
+enum { FIRST_CHUNK = 1 << 20 };
+
+struct Chunk {
+    Chunk *before;
+};
+
 void *mt_room(Work *w, int64_t count, int64_t size) {
-    if (w->owned_count == w->owned_room) {
-        void **owned = realloc(w->owned, (size_t)(w->owned_room + 64) * sizeof *owned);
-        if (!owned)
+    const int64_t nbytes = ((count > 0 ? count * size : 1) + 15) / 16 * 16;
+    if (nbytes > w->left) {
+        const int64_t more = nbytes > w->owned ? nbytes + FIRST_CHUNK : w->owned + FIRST_CHUNK; /* few chunks, however large */
+        Chunk *chunk = malloc(16 + (size_t)more);
+        if (!chunk)
             longjmp(w->out_of_memory, 1);
-        w->owned = owned;
-        w->owned_room += 64;
+        chunk->before = w->chunks;
+        w->chunks = chunk;
+        w->owned += more;
+        w->left = more;
+        w->free = (char *)chunk + 16;
     }
-    void *room = calloc(count > 0 ? (size_t)count : 1, (size_t)size);
-    if (!room)
-        longjmp(w->out_of_memory, 1);
-    return w->owned[w->owned_count++] = room;
+    void *room = w->free;
+    w->free += nbytes;
+    w->left -= nbytes;
+    return room;
+}
+
+void *mt_zeros(Work *w, int64_t count, int64_t size) {
+    return memset(mt_room(w, count, size), 0, (size_t)(count * size));
 }
 
 void *mt_grown(Work *w, void *old, int64_t *room, int64_t count, int64_t size) {
-    *room = *room ? *room * 2 : 256;
+    *room = *room ? *room * 2 : 2048;
     void *larger = mt_room(w, *room, size);
     if (count)
         memcpy(larger, old, (size_t)(count * size));
@@ -173,7 +238,7 @@ void mt_push(Work *w, List *list, int32_t value, int32_t other) {
 
 #define EXPORT __attribute__((visibility("default")))
 
-EXPORT int mt_figures_version(void) { return 9; }
+EXPORT int mt_figures_version(void) { return 10; }
 
 static int failed(Work *w, Result *result) {
     if (setjmp(w->out_of_memory))
@@ -186,8 +251,9 @@ static int failed(Work *w, Result *result) {
 EXPORT int mt_figures(const Step *step, const Costs *costs, const Choices *choices, Result *result) {
     Work work = {.step = step, .costs = costs, .choices = choices};
     int status = failed(&work, result);
-    while (work.owned_count)
-        free(work.owned[--work.owned_count]);
-    free(work.owned);
+    for (Chunk *chunk = work.chunks, *before; chunk; chunk = before) {
+        before = chunk->before;
+        free(chunk);
+    }
     return status;
 }

@@ -30,9 +30,10 @@ typedef struct {
     int64_t nbytes, read_slot, there_nbytes, there_slot, home, role, on_device, weights, row_count, row_nbytes, fragment;
 } Operand;
 
-/* at_home_*: once it is there; crossing, whole: of rows, the bytes that cross and those that they are filled up to. */
+/* at_home_*: once it is there; crossing, whole: of rows, the bytes that cross and those that they are filled up to; name: the
+ * number of the first of the inputs that it is of. */
 typedef struct {
-    int64_t nbytes, slot, at_home_nbytes, at_home_slot, first_reader, readers, home, operand, updates, crossing, whole;
+    int64_t nbytes, slot, at_home_nbytes, at_home_slot, first_reader, readers, home, operand, updates, crossing, whole, name;
 } Leaving;
 
 /* A region's reads, values (activations first) and leaving end where those of the next one begin. */
@@ -59,21 +60,21 @@ typedef struct {
 } Costs;
 
 /* What a plan decides. home: bits by home; at_host: by name of an activation, whether it waits there, and if
- * so, 2 where it comes back for the backward no sooner than it is read; rank: of patient updates, by the first of what leaves. */
+ * so, 2 where it comes back for the backward no sooner than it is read; of patient updates, by name: rank, and alphabet, the place
+ * of the name among all. */
 typedef struct {
     int64_t lookahead, disk_lookahead, disk_direct, pooled, updates, patient, sets, run_ahead;
     const uint8_t *home, *at_host;
-    const int64_t *rank;
+    const int64_t *rank, *alphabet;
 } Choices;
 
 /* arenas: bytes by kind; period: from one step to the next. By phase, of that one and later ones: bytes that are copied, and
- * that are read from disk and written there. Updates on the host, as many as arriving: where operands are there, the first call
- * of the forward that reads what they update, their µs, and the first of what leaves. */
+ * that are read from disk and written there. order: the names of updates on the host, as many as updates says, as they would
+ * best come (see ../../pace.py). */
 typedef struct {
-    int64_t arenas[KINDS], most, copied[2], read[2], written[2], arriving;
+    int64_t arenas[KINDS], most, copied[2], read[2], written[2], updates;
     double alone, backward, period;
-    double *there, *us;
-    int64_t *due, *name;
+    int64_t *order;
 } Result;
 
 /* --------------------------------------------------------------------------------------------------- between these files */
@@ -105,6 +106,8 @@ typedef struct {
     int32_t name;
 } Gradients;
 
+typedef struct Chunk Chunk;
+
 /* Everything about one plan. calls are made in any order; order has them as they run. */
 typedef struct {
     const Step *step;
@@ -116,8 +119,9 @@ typedef struct {
     Link *links;
     int32_t *order;
     int64_t call_count, call_room, buffer_count, buffer_room, gradient_count, gradient_room, link_count, link_room, length;
-    void **owned; /* all memory, freed at the end */
-    int64_t owned_count, owned_room;
+    Chunk *chunks; /* all memory, freed at the end; the last one has bytes that are free, as many as are left */
+    char *free;
+    int64_t owned, left;
     jmp_buf out_of_memory;
 } Work;
 
@@ -138,7 +142,8 @@ typedef struct {
     Late late;
 } Clock;
 
-void *mt_room(Work *work, int64_t count, int64_t size); /* zeroed; never returns without memory */
+void *mt_room(Work *work, int64_t count, int64_t size); /* never returns without memory */
+void *mt_zeros(Work *work, int64_t count, int64_t size);
 void *mt_grown(Work *work, void *old, int64_t *room, int64_t count, int64_t size);
 void mt_push(Work *work, List *list, int32_t value, int32_t other);
 void mt_moves(Work *work);

@@ -77,18 +77,24 @@ static List *freed_of(Work *w) {
 /* ----------------------------------------------------------------------------------------------------------- where slots lie */
 
 typedef struct {
-    int64_t nbytes, low, high;
-    int32_t name, kind, by_disk, begins, ends;
+    int64_t low, high;
+    int32_t begins, ends;
+} Place; /* bytes of an arena, for some time */
+
+typedef struct {
+    Place at;
+    int64_t nbytes;
+    int32_t name, kind, by_disk;
 } Slot;
 
 static int larger_first(const void *one, const void *other) {
     const Slot *a = one, *b = other;
     if (a->nbytes != b->nbytes)
         return a->nbytes > b->nbytes ? -1 : 1;
-    return (a->begins > b->begins) - (a->begins < b->begins);
+    return (a->at.begins > b->at.begins) - (a->at.begins < b->at.begins);
 }
 
-static int lies_behind(const Slot *one, const Slot *other) {
+static int lies_behind(const Place *one, const Place *other) {
     if (one->low != other->low)
         return one->low > other->low;
     if (one->high != other->high)
@@ -100,32 +106,34 @@ static int lies_behind(const Slot *one, const Slot *other) {
 
 /* Gives each slot bytes of its arena: largest first, at the lowest place that is free while it lives. */
 static void place_slots(Work *w, Slot *slots, int64_t count, int64_t *arenas) {
-    Slot *located[KINDS] = {0, mt_room(w, count, sizeof(Slot)), mt_room(w, count, sizeof(Slot))};
+    Place *located[KINDS] = {0, mt_room(w, count, sizeof(Place)), mt_room(w, count, sizeof(Place))};
     int64_t counts[KINDS] = {0};
     qsort(slots, (size_t)count, sizeof *slots, larger_first);
     for (int64_t i = 0; i < count; i++) {
-        Slot *slot = &slots[i], *others = located[slot->kind];
-        int64_t offset = 0, at = counts[slot->kind];
-        for (int64_t j = 0; j < counts[slot->kind]; j++)
-            if (others[j].begins < slot->ends && slot->begins < others[j].ends) {
+        Slot *slot = &slots[i];
+        Place *others = located[slot->kind], at = slot->at;
+        const int64_t known = counts[slot->kind], sector = slot->by_disk ? SECTOR : 1;
+        int64_t offset = 0, behind = known;
+        for (int64_t j = 0; j < known; j++)
+            if (others[j].begins < at.ends && at.begins < others[j].ends) {
                 if (offset + slot->nbytes <= others[j].low)
                     break;
                 if (others[j].high > offset)
-                    offset = slot->by_disk ? (others[j].high + SECTOR - 1) / SECTOR * SECTOR : others[j].high;
+                    offset = sector == 1 ? others[j].high : (others[j].high + sector - 1) / sector * sector;
             }
-        slot->low = offset;
-        slot->high = offset + slot->nbytes;
-        for (int64_t low = 0; low < at;) {
-            int64_t middle = (low + at) / 2;
-            if (lies_behind(&others[middle], slot))
-                at = middle;
+        at.low = offset;
+        at.high = offset + slot->nbytes;
+        for (int64_t low = 0; low < behind;) {
+            int64_t middle = (low + behind) / 2;
+            if (lies_behind(&others[middle], &at))
+                behind = middle;
             else
                 low = middle + 1;
         }
-        memmove(&others[at + 1], &others[at], (size_t)(counts[slot->kind]++ - at) * sizeof *others);
-        others[at] = *slot;
-        if (slot->high > arenas[slot->kind])
-            arenas[slot->kind] = slot->high;
+        memmove(&others[behind + 1], &others[behind], (size_t)(counts[slot->kind]++ - behind) * sizeof *others);
+        others[behind] = slot->at = at;
+        if (at.high > arenas[slot->kind])
+            arenas[slot->kind] = at.high;
     }
 }
 
@@ -197,8 +205,8 @@ Lives mt_lives(Work *w) {
                 live += buffer->nbytes;
             } else {
                 index[name] = (int32_t)count;
-                slots[count++] = (Slot){.nbytes = buffer->nbytes, .name = name, .kind = buffer->kind,
-                                         .by_disk = buffer->by_disk, .begins = moment++};
+                slots[count++] = (Slot){.at = {.begins = moment++}, .nbytes = buffer->nbytes, .name = name,
+                                         .kind = buffer->kind, .by_disk = buffer->by_disk};
             }
         }
         if (live + call->workspace > lives.most)
@@ -208,7 +216,7 @@ Lives mt_lives(Work *w) {
             if (w->buffers[name].kind == POOLED)
                 live -= w->buffers[name].nbytes;
             else
-                slots[index[name]].ends = moment++;
+                slots[index[name]].at.ends = moment++;
         }
     }
     if (in_forward < 0)
@@ -221,11 +229,11 @@ Lives mt_lives(Work *w) {
     Touched touched[KINDS] = {{0}};
     for (int64_t i = 0; i < count; i++) {
         const Slot *slot = &slots[index[starting[i]]];
-        take(w, &touched[slot->kind], slot->low, slot->high, slot->name, &lives.after[slot->name]);
+        take(w, &touched[slot->kind], slot->at.low, slot->at.high, slot->name, &lives.after[slot->name]);
     }
     for (int64_t i = 0; i < in_forward; i++) {
         const Slot *slot = &slots[index[starting[i]]];
-        take(w, &touched[slot->kind], slot->low, slot->high, -1 - slot->name, &lives.across[slot->name]);
+        take(w, &touched[slot->kind], slot->at.low, slot->at.high, -1 - slot->name, &lives.across[slot->name]);
     }
     return lives;
 }

@@ -325,7 +325,7 @@ static void make(Work *w, Around *around, int64_t position) {
             waits_at_home(w, around, position, &value[i]);
     const int64_t first = region->first_value;
     typedef struct { int64_t nbytes, slot, listed; } Size;
-    Size *together = mt_room(w, region->first_other - first, sizeof *together); /* by group: what stays alike is one buffer */
+    Size *together = mt_zeros(w, region->first_other - first, sizeof *together); /* by group: what stays alike is one buffer */
     for (int64_t i = first; i < region->first_other; i++)
         if (!w->choices->at_host[value[i].name])
             together[value[i].group].nbytes += value[i].nbytes, together[value[i].group].slot += value[i].slot;
@@ -384,6 +384,10 @@ static void list_calls(Work *w, const Around *around) {
     }
 }
 
+static int64_t rank_of(const Work *w, int32_t source) {
+    return w->choices->rank[w->step->leaving[w->gradients[w->calls[source].group].name].name];
+}
+
 /* Puts the updates where the plan wants them. */
 static void list_updates(Work *w) {
     const int64_t count = w->length;
@@ -422,8 +426,8 @@ static void list_updates(Work *w) {
     }
     for (int64_t i = 1; i < late_count; i++) { /* by rank; equal ones stay in order */
         int32_t moving = late[i];
-        int64_t rank = w->choices->rank[w->gradients[w->calls[order[moving]].group].name], at = i;
-        for (; at && w->choices->rank[w->gradients[w->calls[order[late[at - 1]]].group].name] > rank; at--)
+        int64_t rank = rank_of(w, order[moving]), at = i;
+        for (; at && rank_of(w, order[late[at - 1]]) > rank; at--)
             late[at] = late[at - 1];
         late[at] = moving;
     }

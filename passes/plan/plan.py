@@ -1,117 +1,17 @@
-"""The plan: every decision about a step, frozen, with a reason each. Never holds tensors."""
+"""The plan of a step: all its decisions, and what is predicted of it."""
 
 from __future__ import annotations
 
-import hashlib
 import html
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property, lru_cache
-from itertools import repeat
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
+from mtcompile.passes.plan.decisions import Choice, Decision, Decisions, Kind
 from mtcompile.runtime.schedule import gib
 
 FORMAT = "mtcompile-plan-2"
-Choice = Literal["device", "host", "disk", "save", "keep", "recompute", "again", "early", "late"]
-Kind = Literal["params", "variant", "activation", "fetch", "return", "gradients", "load"]
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One decision.
-
-    ``kind``: ``params`` (where a block's parameters, their gradients and optimizer state are at home: device, host or disk),
-    ``variant`` (what of a block's saved values stays for its backward: ``save`` all, ``keep`` those in ``values``,
-    ``recompute`` all), ``activation`` (where a value waits between its uses: device, host, disk, or nowhere, as its region
-    is run again: recompute; subject ``*`` is all values without a decision of their own), ``fetch`` (what was fetched of a
-    block's parameters for the forward stays for the backward: keep; it is fetched again otherwise: again), ``return`` (a
-    block's parameters are fetched for the backward no sooner than they are read: late; as far ahead as all others: early) or
-    ``gradients`` (those of a block that go home leave the device before the next region, which waits for that: early; as
-    much later as fetches are ahead: late) or ``load`` (a value comes back from the host for the backward no sooner than it is
-    read: late; as far ahead as all others: early).
-    """
-
-    kind: Kind
-    subject: str
-    choice: Choice
-    nbytes: int
-    reason: str
-    values: tuple[str, ...] = ()
-
-
-_ORIGINS = 3  # that decisions know: some of these are seldom evaluated
-
-
-class Decisions(tuple[Decision, ...]):
-    """Decisions that are found by kind and subject; of several about one subject, the first counts. Plans of large models make
-    hundreds, and differ from others in a few: what is known of one plan's is kept for those made of it."""
-
-    @cached_property
-    def by_subject(self) -> dict[tuple[str, str], Decision]:
-        """Those that count, by kind and subject."""
-        index = {(d.kind, d.subject): d for d in self}
-        return index if len(index) == len(self) else {(d.kind, d.subject): d for d in reversed(self)}
-
-    @cached_property
-    def identity(self) -> int:
-        """A number that is equal for decisions with equal effects, in any order and whatever their reasons."""
-        return sum(map(_identity, self.by_subject.values()))
-
-    @cached_property
-    def token(self) -> object:
-        """Stands for these decisions where they would be kept too long."""
-        return object()
-
-    @cached_property
-    def origins(self) -> tuple[tuple[object, frozenset[tuple[str, str]]], ...]:
-        """The decisions that these were made of, as tokens, the last ones first, with the kinds and subjects that differ."""
-        return ()
-
-    @cached_property
-    def recomputed(self) -> int:
-        """A number like ``identity``, for what is kept for the backward and what is run again alone."""
-        return sum(map(_recomputed, self.by_subject.values()))
-
-    def replaced(self, new: Iterable[Decision], behind: bool = True) -> Decisions:
-        """These decisions with new ones in place of those about the same subjects; of several about one, the last. ``behind``:
-        the new ones are the last; otherwise where those were that they replace."""
-        changes = {(d.kind, d.subject): d for d in new}
-        if len(self.by_subject) != len(self):
-            return Decisions((*(d for d in self if (d.kind, d.subject) not in changes), *changes.values()))
-        index = self.by_subject.copy()
-        before = [index.pop(key, None) for key in changes] if behind else [index.get(key) for key in changes]
-        index |= changes
-        decisions = Decisions(index.values())
-        known = decisions.__dict__
-        known["by_subject"], left = index, [d for d in before if d is not None]
-        changed = frozenset(changes)
-        further = [(token, changed | others) for token, others in self.origins[: _ORIGINS - 1]]
-        known["origins"] = (self.token, changed), *further
-        if "identity" in self.__dict__:
-            known["identity"] = self.identity - sum(map(_identity, left)) + sum(map(_identity, changes.values()))
-        if "recomputed" in self.__dict__:
-            known["recomputed"] = self.recomputed - sum(map(_recomputed, left)) + sum(map(_recomputed, changes.values()))
-        return decisions
-
-
-def _identity(decision: Decision) -> int:
-    return _digest(decision.kind, decision.subject, decision.choice, decision.values)
-
-
-def _recomputed(decision: Decision) -> int:
-    kind, choice = decision.kind, decision.choice
-    if kind == "variant":
-        return _digest(kind, decision.subject, "save" if choice == "save" else "", decision.values)
-    return _digest(kind, decision.subject, choice, ()) if kind == "activation" and choice == "recompute" else 0
-
-
-@lru_cache(1 << 16)
-def _digest(*parts: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=16).digest(), "big")
-
-
 NORM_COPIES = 5.0  # of a bf16 gradient, which is cast to fp32 first: 2 bytes read, 4 written, 4 read
 
 
@@ -233,11 +133,11 @@ class Plan:
 
     def find(self, kind: str, subject: str) -> Decision | None:
         """The decision of that kind about that subject, if there is one."""
-        return self.decisions.by_subject.get((kind, subject))
+        return self.decisions.of_kind(kind).get(subject)
 
     def choices(self, kind: Kind, subjects: Iterable[str]) -> list[Choice | None]:
         """The choice about each subject; None where there is none."""
-        return [d and d.choice for d in map(self.decisions.by_subject.get, zip(repeat(kind), subjects))]
+        return [d and d.choice for d in map(self.decisions.of_kind(kind).get, subjects)]
 
     def tiers(self, blocks: Iterable[str]) -> list[Choice]:
         """The home tier of each block's parameters, as ``params`` says it."""
@@ -250,7 +150,7 @@ class Plan:
 
     def params(self, block: str) -> Choice:
         """The home tier of a block's parameters, their gradients and optimizer state."""
-        decision = self.decisions.by_subject.get(("params", block))
+        decision = self.decisions.of_kind("params").get(block)
         return decision.choice if decision else "host"
 
     def stays(self, block: str) -> bool:
@@ -294,7 +194,17 @@ class Plan:
 
     def with_decisions(self, decisions: Iterable[Decision]) -> Plan:
         """The same plan with these decisions in place of those about the same subjects; of several about one, the last."""
-        return replace(self, decisions=self.decisions.replaced(decisions))
+        return self.changed(decisions=self.decisions.replaced(decisions))
+
+    def changed(self, **changes: Any) -> Plan:
+        """The same plan with other values of these fields: as ``dataclasses.replace`` makes it, several times as fast, for
+        searches, which make thousands. ``decisions``: must be of that class."""
+        other = object.__new__(Plan)
+        for put, get in _FIELDS.values():
+            put(other, get(self))
+        for name, value in changes.items():
+            _FIELDS[name][0](other, value)
+        return other
 
     def to_json(self, indent: int | None = None) -> str:
         """The plan as text that ``plan_from_json`` reads."""
@@ -346,52 +256,14 @@ class Plan:
         return "\n".join(lines)
 
 
+_FIELDS: Mapping[str, tuple[Any, Any]] = {
+    name: (slot.__set__, slot.__get__) for name, slot in ((f.name, getattr(Plan, f.name)) for f in fields(Plan))
+}
+
+
 def disk_traffic(read: int, written: int, days: float | None) -> str:
     """One line about what a step does to a disk."""
     wear = f"; {days:.3g} days of such steps to the drive's rated writes" if days is not None else ""
     if written and days is None:
         wear = "; how much the drive is rated for is not known"
     return f"disk traffic: {read / 1e9:.3g} GB read and {written / 1e9:.3g} GB written a step{wear}"
-
-
-def plan_from_json(text: str) -> Plan:
-    """The plan that ``to_json`` wrote. Raises ValueError, with the field, when it is not one."""
-    try:
-        data: Any = json.loads(text)
-        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-            raise ValueError(f"expected a plan of format {FORMAT!r}; write one with plan.to_json()")
-        decisions = tuple(Decision(**checked(Decision, row)) for row in data.pop("decisions"))
-        updates, certificate = data.pop("updates", None), data.pop("certificate", None)
-        return Plan(
-            decisions=decisions,
-            updates=None if updates is None else Updates(**checked(Updates, updates)),
-            certificate=None if certificate is None else Certificate(**checked(Certificate, certificate)),
-            **checked(Plan, data),
-        )
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"expected a plan, found a field that is missing or of the wrong type: {error!r}") from None
-
-
-_MOST = 2.0**63
-_IS_TYPE: dict[str, Callable[[Any], bool]] = {  # by annotation; all other annotations are kinds of strings
-    "int": lambda v: type(v) is int and abs(v) < _MOST,
-    "float": lambda v: type(v) in (int, float) and abs(v) < _MOST,
-    "float | None": lambda v: v is None or (type(v) in (int, float) and abs(v) < _MOST),
-    "bool": lambda v: type(v) is bool,
-    "tuple[str, ...]": lambda v: type(v) is tuple and all(type(x) is str for x in v),
-    "Choice": lambda v: v in get_args(Choice),
-    "Kind": lambda v: v in get_args(Kind),
-    "Mapping[str, int | None]": lambda v: type(v) is dict and all(x is None or _IS_TYPE["int"](x) for x in v.values()),
-    "Mapping[str, int]": lambda v: type(v) is dict and all(map(_IS_TYPE["int"], v.values())),
-    "Mapping[str, float]": lambda v: type(v) is dict and all(map(_IS_TYPE["float"], v.values())),
-}
-
-
-def checked(kind: type[Any], row: Any) -> dict[str, Any]:
-    """Returns the fields of one object that text gave, with lists as tuples. Raises TypeError where a value is not of its
-    field's type."""
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    for f in fields(kind):
-        if f.name in values and not _IS_TYPE.get(str(f.type), lambda v: type(v) is str)(values[f.name]):
-            raise TypeError(f"{kind.__name__} {f.name}: expected {f.type}, found {row[f.name]!r:.80}")
-    return values
