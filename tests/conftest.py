@@ -133,7 +133,8 @@ def equal_graphs_are_traced_and_measured_once(
 
     def joint_of(captured: Any, target: Any) -> fx.GraphModule:
         key = None if target.options.fuses else joint_key(captured.description, captured.tangents)
-        where = key, str(target.device.where), captured.micro
+        whole = captured.whole and joint_key(captured.whole, captured.tangents)
+        where = key, str(target.device.where), captured.micro, whole
         if key is None or where not in traced_graphs:
             joint = trace(captured, target)
             if key is not None and not joint.meta["constants"]:

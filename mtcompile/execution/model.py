@@ -28,7 +28,7 @@ from mtcompile.execution.model_door import ModelDoor
 from mtcompile.execution.plain.calls import GradientFreeCalls
 from mtcompile.execution.plain.sizes import CallSize, size_of_call, tensors_in
 from mtcompile.execution.plain.steps import PlainSteps, may_be_plain
-from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, Program
+from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, NotCompared, Program
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import free_nbytes, peak_reserved_nbytes, reservable_nbytes
 from mtcompile.options import Options
@@ -83,6 +83,7 @@ class CompiledModel:
         # What runs beside programs would use the gradients of one rank alone.
         in_parts = options.updates is None and options.accumulate == 1 and ranks is None
         self._counts: dict[CallSize, int] = {}  # of micro-batches, where accumulate is "auto"
+        self._branches = False  # whether a forward was seen to branch by its inputs: micro-batches then do as the whole batch
         self._without_gradients = GradientFreeCalls(self.session, call, weakly(self._run))
         may = may_be_plain(self.options, self.door.masters is not None) and ranks is None
         self._plain = PlainSteps(self.session, self._without_gradients.plain_step) if may else None
@@ -191,7 +192,7 @@ class CompiledModel:
             except BudgetError as error:
                 refusals.append(error)
                 continue
-            except CaptureError:
+            except (CaptureError, DifferentMicroBatches):
                 if count == 1:
                     raise
                 break  # a loss that cannot be put together, say
@@ -207,25 +208,28 @@ class CompiledModel:
         if self.door.masters is not None:
             self.door.masters.take_any()
         try:
-            return self._in_micro_batches(args, kwargs, count, compiled)
-        except DifferentMicroBatches:  # the first call of a model may differ from all later ones
-            return self._in_micro_batches(args, kwargs, count, compiled)
+            return self._in_micro_batches(args, kwargs, count, compiled, self._branches and count > 1)
+        except (DifferentMicroBatches, NotCompared):  # they may differ in the first call alone, or by what each of them holds
+            return self._in_micro_batches(args, kwargs, count, compiled, count > 1)
 
-    def _in_micro_batches(self, args: Any, kwargs: Any, count: int, compiled: list[CompiledStep] | None) -> Any:
+    def _in_micro_batches(self, args: Any, kwargs: Any, count: int, compiled: list[CompiledStep] | None, compares: bool) -> Any:
+        """``compares``: enters the model with the whole batch first, to compare with and to follow it where it branches."""
         model = self.door.model()
         assert model is not None, "expected the model whose call this is"
-        before, ended = Attributes(model), False
+        before, ended, values = Attributes(model), False, list[bool | int]()
         self._collector.batch = batch = MicroBatchCalls(count, self.door.masters is not None, compiled)
         try:
+            if compares:
+                batch.takes_whole = True
+                whole = next(micro_batches((args, kwargs), 1))  # views, as micro-batches are
+                with torch_private.noting_values() as values:
+                    self._captured(model, *whole[0], **whole[1])
+                batch.takes_whole = False
+                batch.branches = self._branches = self._branches or bool(values)
             for micro in micro_batches((args, kwargs), count) if count > 1 else ((args, kwargs),):
                 before.restore()  # what forward keeps of the micro-batch before is not computed yet
-                output = self._captured(model, *micro[0], **micro[1])
-                if batch.is_new:
-                    before.restore()
-                    batch.takes_whole = True
-                    whole = next(micro_batches((args, kwargs), 1))  # views, as micro-batches are
-                    self._captured(model, *whole[0], **whole[1])
-                    batch.takes_whole = False
+                with torch_private.following(values):
+                    output = self._captured(model, *micro[0], **micro[1])
             ended = compiled is None
             return with_whole(output, micro, (args, kwargs))
         finally:

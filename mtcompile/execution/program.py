@@ -24,11 +24,16 @@ class DifferentMicroBatches(StepError):
     """Raised before anything runs when the micro-batches of one batch run different graphs."""
 
 
+class NotCompared(StepError):
+    """Raised before anything runs when a graph of micro-batches is to be compared with that of the whole batch, which was not
+    captured."""
+
+
 @dataclass(slots=True)
 class MicroBatchCalls:
     """The calls that make one step of ``count`` micro-batches; ``wide``: as in ``Micro``. ``compiled``: receives the compiled
     step, which does not run; None: it runs. ``whole``: receives the captured graph of a call with the whole batch, while
-    ``takes_whole`` is set."""
+    ``takes_whole`` is set. ``branches``: that depends on what the batch holds, and so each is compared."""
 
     count: int
     wide: bool
@@ -36,11 +41,7 @@ class MicroBatchCalls:
     calls: list[tuple[Program, tuple[torch.Tensor, ...]]] = field(default_factory=list)
     whole: list[Description] = field(default_factory=list)
     takes_whole: bool = False
-
-    @property
-    def is_new(self) -> bool:
-        """True before the last call of micro-batches that were not compiled yet."""
-        return self.count > 1 and len(self.calls) == 1 and not self.calls[0][0].of_micro_batches()
+    branches: bool = False
 
 
 @dataclass(slots=True)
@@ -65,7 +66,8 @@ class Program:
         self.description = description
         self.compiled: CompiledSteps = {}
         self.whole: Description | None = None  # of a call with the whole batch, to compare with
-        self._of_micro_batches: dict[tuple[int, ...], Program] = {}  # by the inputs that are split
+        # By the number of micro-batches, the inputs that are split, and the graph that it was compared with, if that differs.
+        self._of_micro_batches: dict[tuple[int, tuple[int, ...], int], Program] = {}
         scalars = tuple(differentiable and scalar for _, differentiable, scalar in description.computed)
         # The first trace assumes a gradient at scalar outputs, the loss; another pattern is traced when it occurs.
         differentiable = tuple(differentiable for _, differentiable, _ in description.computed)
@@ -145,7 +147,7 @@ class Program:
         if any(program is not self for program, _ in batch.calls):
             raise DifferentMicroBatches(
                 f"accumulate={batch.count}: expected micro-batches that run the same operations on the same shapes, found "
-                "others: what the model does seems to depend on how often it was called"
+                "others: what the model does seems to depend on how often it was called, or on numbers that its inputs hold"
             )
         if len(batch.calls) < batch.count:
             return self._unseen(inputs)
@@ -156,12 +158,15 @@ class Program:
             raise CaptureError(
                 f"accumulate={batch.count}: the model returns an input, or a view of another output; return copies (clone)"
             )
-        if batch.count > 1 and split not in self._of_micro_batches:
+        key = batch.count, split, id(batch.whole[0]) if batch.branches else 0
+        if batch.count > 1 and key not in self._of_micro_batches:
+            if not batch.whole:
+                raise NotCompared(f"accumulate={batch.count}: expected a capture with the whole batch before, found none")
             micro = Micro(batch.count, split, len(first), batch.wide, not self.session.door.alone)
             program = Program(self.session, self.description, self.collector, micro)
-            program.whole = batch.whole[0] if batch.whole else None
-            self._of_micro_batches[split] = program
-        program = self._of_micro_batches[split] if batch.count > 1 else self
+            program.whole = batch.whole[0]
+            self._of_micro_batches[key] = program
+        program = self._of_micro_batches[key] if batch.count > 1 else self
         if batch.compiled is not None:
             batch.compiled.append(program.compile())
             return self._unseen(inputs)

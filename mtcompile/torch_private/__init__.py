@@ -61,6 +61,8 @@ from mtcompile.torch_private.kernels import (
 from mtcompile.torch_private.known_values import (
     OtherValues,
     expecting_values,
+    following,
+    noting_values,
     taking_known_values,
 )
 from mtcompile.torch_private.lazy_modules import (
@@ -121,6 +123,7 @@ __all__ = [
     "export_joint",
     "failed_inside",
     "fake_mode_of",
+    "following",
     "forget_counted_frames",
     "gives_no_gradients",
     "gradient_norm",
@@ -143,6 +146,7 @@ __all__ = [
     "move_to_front",
     "never_captured",
     "noting_arguments_of_checkpoints",
+    "noting_values",
     "one_at_a_time",
     "plainly",
     "probe_inductor",

@@ -3,6 +3,8 @@
 Dynamo cannot branch on what a tensor holds. But what is computed from the call's inputs and the model's buffers, and from no
 parameter, is known when the call begins. A capture takes such a value as it is then, and notes where it came from; each later
 call computes it again before anything runs. Where it is another one, ``OtherValues`` is raised, and the caller captures again.
+
+Where a batch runs as micro-batches, each takes the branches of the whole batch: its truth values, whatever its own are.
 """
 
 from __future__ import annotations
@@ -51,9 +53,12 @@ class Shaped(Protocol):
 class _Taking:
     types: tuple[type, ...] = ()
     shaped: Callable[[fx.Node], Shaped | None] = lambda node: None
+    captures: bool = False
 
 
 _taking = ThreadSetting(_Taking())
+_noted: ThreadSetting[list[bool | int] | None] = ThreadSetting(None)
+_followed: ThreadSetting[Sequence[bool | int] | None] = ThreadSetting(None)
 
 
 @contextlib.contextmanager
@@ -61,8 +66,29 @@ def taking_known_values(types: tuple[type, ...], shaped: Callable[[fx.Node], Sha
     """Captures inside, in this thread, take values of these types (bool, int) that the call's inputs decide. Where ints are
     taken, ``shaped`` may replace operations by others of known shape."""
     _replace_methods()
-    with _taking.during(_Taking(types, shaped)):
+    with _taking.during(_Taking(types, shaped, True)):
         yield
+
+
+@contextlib.contextmanager
+def noting_values() -> Iterator[list[bool | int]]:
+    """Yields a list, to which what runs inside adds the values that its captures took, once it has compared them."""
+    noted: list[bool | int] = []
+    with _noted.during(noted):
+        yield noted
+
+
+@contextlib.contextmanager
+def following(values: Sequence[bool | int]) -> Iterator[None]:
+    """Captures and calls inside are of a micro-batch: they take the truth values that its whole batch has noted."""
+    with _followed.during(values):
+        yield
+
+
+def _as_followed(own: bool | int, place: int) -> bool | int:
+    """Returns the value at a place in the order of captures: the whole batch's, where it is a truth value there, too."""
+    followed = _followed.value or ()
+    return followed[place] if place < len(followed) and type(own) is type(followed[place]) is bool else own
 
 
 def known_value(tx: Any, variable: Any) -> bool | int | None:
@@ -82,6 +108,8 @@ def known_value(tx: Any, variable: Any) -> bool | int | None:
         return None
     if drawing.drew:
         return None
+    if _asks_inputs(cone):
+        value = _as_followed(value, len(_marks(node.graph)))
     mark = tx.output.create_proxy("call_function", torch._assert_async, (variable.proxy, f"{_MARK}{value!r}"), {})
     mark.node.meta["cone"] = cone
     return value
@@ -159,6 +187,16 @@ def _changes(node: fx.Node, value: torch.Tensor) -> bool:
     return isinstance(first, torch.Tensor) and storage_id(first) == storage_id(value)
 
 
+def _asks_inputs(cone: Sequence[fx.Node]) -> bool:
+    return any(node.op == "placeholder" for node in cone)
+
+
+def _marks(graph: fx.Graph) -> list[fx.Node]:
+    """The marks of a graph whose values its inputs decide; the values of others are constants."""
+    checks = graph.find_nodes(op="call_function", target=torch._assert_async)
+    return [n for n in checks if str(n.args[1]).startswith(_MARK) and _asks_inputs(n.meta["cone"])]
+
+
 def _is_decided(node: fx.Node, cone: Sequence[fx.Node]) -> bool:
     """Tells whether a node stands for one number that the call's inputs decide, as they are when it begins."""
     val = node.meta.get("example_value")
@@ -190,7 +228,7 @@ def _value_now(result: fx.Node, cone: Sequence[fx.Node]) -> Any:
         for node in cone:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             if node.op == "placeholder":
-                values[node] = node.meta["grapharg"].example
+                values[node] = node.meta["grapharg"].example.data  # counts changes from here on, as the capture does
                 if node.meta["example_value"]._version:  # the forward changes it, and nobody may see that here
                     values[node] = values[node].clone()
             elif node.op == "call_method":
@@ -231,18 +269,20 @@ class _Expectations:
 
     def check(self, inputs: Sequence[Any]) -> None:
         with torch.no_grad(), rng_preserved("cpu"):
-            values = tuple(self.module(*(inputs[position] for position in self.positions)))
-        if values != self.values:
+            own = self.module(*(inputs[position] for position in self.positions))
+        if tuple(map(_as_followed, own, range(len(own)))) != self.values:
             raise OtherValues("a value that forward takes from its inputs differs from the captured one")
+        if _noted.value is not None:
+            _noted.value.extend(self.values)
 
 
 def expecting_values(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Takes the notes out of a captured graph. Returns a decorator for what runs it, which first compares the values."""
     nodes = graph.graph
-    every = [n for n in nodes.find_nodes(op="call_function", target=torch._assert_async) if str(n.args[1]).startswith(_MARK)]
-    marks = [mark for mark in every if any(node.op == "placeholder" for node in mark.meta["cone"])]  # others are constants
-    for mark in set(every).difference(marks):
-        nodes.erase_node(mark)
+    marks = _marks(nodes)
+    for node in nodes.find_nodes(op="call_function", target=torch._assert_async):
+        if str(node.args[1]).startswith(_MARK) and node not in marks:
+            nodes.erase_node(node)
     if not marks:
         return lambda program: program
     cone = {node for mark in marks for node in mark.meta["cone"]}
@@ -265,7 +305,9 @@ def expecting_values(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Ca
 @functools.cache
 def _replace_methods() -> None:
     """Lets Dynamo ask here first for the values of tensors. Outside ``taking_known_values``, nothing is changed."""
-    from torch._dynamo.variables import ConstantVariable, TensorVariable, builder
+    from torch._dynamo import utils
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable, builder, lists
     from torch._dynamo.variables.base import VariableTracker
 
     def item(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -310,6 +352,19 @@ def _replace_methods() -> None:
 
         return wrapped
 
+    def contains(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def known(items: Any, search: Any, *args: Any, **kwargs: Any) -> Any:
+            """Whether items have a value, of which some are not known: Dynamo says that these are others."""
+            answer = plain(items := list(items), search, *args, **kwargs)
+            if not _taking.value.captures or not search.is_python_constant() or answer.as_python_constant():
+                return answer
+            if any(isinstance(item, (SymNodeVariable, TensorVariable)) for item in items):
+                raise Unsupported("a Python value depends on what tensors hold: whether a list has a value")
+            return answer
+
+        return known
+
+    utils.iter_contains = lists.iter_contains = functools.wraps(utils.iter_contains)(contains(utils.iter_contains))
     builder._wrap_fx_proxy = functools.wraps(builder._wrap_fx_proxy)(wrapping(builder._wrap_fx_proxy))
     for name, replaced in (("method_item", item), ("method_tolist", tolist), ("method___setitem__", setitem)):
         if (plain := getattr(TensorVariable, name, None)) is not None:

@@ -23,8 +23,8 @@ from mtcompile.torch_private.known_values import known_value
 from mtcompile.torch_private.thread_setting import ThreadSetting
 
 _JUMPS = {  # by opcode's name: which operand jumps
-    **dict.fromkeys(("POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_FALSE"), operator.not_),
-    **dict.fromkeys(("POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_TRUE"), operator.truth),
+    **dict.fromkeys(("POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_FALSE"), operator.not_),
+    **dict.fromkeys(("POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_TRUE"), operator.truth),
 }
 _LONGEST = 80  # instructions of a side that only raises
 _EFFECTS = (  # of instructions, by how their names begin; what is stored in local variables nobody sees
@@ -74,7 +74,7 @@ def _checked(plain: Callable[[Any, Any], None], jumps: Callable[[Any], bool]) ->
         here, there = tx.instruction_pointer, tx.indexof[inst.target]
         raising = next((side for side in (here, there) if _only_raises(tx, side)), None)
         if raising is None:
-            if (known := known_value(tx, value)) is not None:
+            if (known := known_value(tx, _truth(tx, value))) is not None:
                 tx.pop()
                 tx.push(ConstantVariable.create(bool(known)))
             return plain(tx, inst)
@@ -98,6 +98,15 @@ def _tensor(variable: Any) -> Any:
         return None
     example = variable.proxy.node.meta.get("example_value")
     return variable if isinstance(example, torch.Tensor) and example.numel() == 1 else None
+
+
+def _truth(tx: Any, value: Any) -> Any:
+    """The truth of a tensor's number, as a tensor: a branch needs no more, and a capture by it serves other numbers, too."""
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    if value.proxy.node.meta["example_value"].dtype is torch.bool:
+        return value
+    return wrap_fx_proxy(tx, tx.output.create_proxy("call_function", operator.ne, (value.proxy, 0), {}))
 
 
 def _only_raises(tx: Any, start: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,52 @@ def test_each_call_takes_its_own_values() -> None:
             results.append([loss.detach(), each.linear.weight.grad, each.steps, torch.get_rng_state()])
         assert all(map(torch.equal, *results))
     assert model.calls == plain.calls
+
+
+WAYS: dict[str, Callable[[Tensor], Any]] = {
+    "in a list": lambda numbers: 5 in numbers.tolist(),
+    "not in a tuple": lambda numbers: 5 not in tuple(numbers.tolist()),
+    "counted": lambda numbers: numbers.tolist().count(5) > 1,
+    "a number": lambda numbers: numbers.sum() - 11,
+    "a float": lambda numbers: numbers.float().sum() - 11,
+}
+
+
+class Taking(nn.Module):
+    def __init__(self, way: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(4, 4), way
+
+    def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+        return self.linear(x).sum() * (2 if self.way(numbers) else 3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_lists_and_truths_of_numbers_are_those_of_the_call(way: str) -> None:
+    """Dynamo itself says that a number is in no list of numbers that it does not know."""
+    plain = Taking(WAYS[way])
+    model = compiled_whole(copy.deepcopy(plain))
+    for numbers in ([1, 5, 5], [1, 4, 6], [5, 1, 2], [1, 5, 5]):
+        assert torch.equal(plain(X, torch.tensor(numbers)), model(X, torch.tensor(numbers)))
+
+
+class Repeating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h, times = self.linear(x), 0
+        while times < 3 and (mask > times).any():
+            h, times = h * 1.5, times + 1
+        return h.sum()
+
+
+def test_a_loop_goes_on_by_values_of_the_call() -> None:
+    plain = Repeating()
+    model = compiled_whole(copy.deepcopy(plain))
+    for mask in MASKS:
+        assert torch.equal(plain(X, torch.tensor(mask)), model(X, torch.tensor(mask)))
 
 
 class Looking(nn.Module):

@@ -74,7 +74,7 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
                 stay = [activation_decision(value, "device", _WHY) for value in at_home]
                 yield sum(decision.nbytes for decision in stay), stay
 
-    on_device = (again, home, away) if host else (again, recomputed, away)  # moves of blocks recompute more, too
+    on_device = (again, home, away, recomputed) if host else (again, recomputed, away)
     on_host = (less_at_home, recomputed, here) if host else (here,)
     return {"device": list(map(_until_enough, on_device)), "host": list(map(_until_enough, on_host))}
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import mtcompile
 from mtcompile.errors import CaptureError
+from mtcompile.execution.model import CompiledModel
 
 pytestmark = pytest.mark.slow  # it compiles several models
 
@@ -152,3 +153,104 @@ def test_a_chunked_head_beside_another_mean_is_that_of_the_whole_batch() -> None
         if one.grad is not None:
             torch.testing.assert_close(other.grad, one.grad, rtol=2e-5, atol=1e-6)
     assert "in 2 chunks" in model.plan.numerics
+
+
+class Branching(nn.Module):
+    """It takes ways by what a mask of its rows holds, a few times, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.calls = nn.Linear(WIDTH, 4), 0
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.first(x)
+        if not mask.all():
+            h = h * mask.unsqueeze(-1)
+        if mask[:, 0].any():
+            h = h.tanh()
+        return h.square().sum() if mask.sum() > 20 else h.sum()
+
+
+def test_micro_batches_branch_as_the_whole_batch_does() -> None:
+    """Also where their own rows say something else, and where batches in turn say something else."""
+    torch.manual_seed(0)
+    plain = Branching()
+    model = deepcopy(plain)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    mtcompile.compile(model, memory="1MiB", device="cpu", accumulate=4, optimizer=optimizers[1])
+    masks = torch.ones(5, 8, 3, dtype=torch.bool)
+    masks[0, 3, 1:] = masks[2] = masks[3, 5] = masks[4, :, 0] = False  # in one micro-batch of four, nowhere, everywhere, ...
+    for mask in masks:
+        data = torch.randn(8, 3, WIDTH), mask
+        expected, found = (trained(*each, data) for each in zip((plain, model), optimizers, strict=True))
+        for one, other in zip(expected, found, strict=True):
+            torch.testing.assert_close(other, one, rtol=2e-5, atol=1e-6)
+    assert plain.calls == model.calls == len(masks)
+
+
+class Counting(nn.Module):
+    """It takes another way where more than four columns are in use."""
+
+    def __init__(self, width: int = WIDTH, count: Callable[[Tensor], Any] = lambda used: used.sum().item()) -> None:
+        super().__init__()
+        self.first, self.count = nn.Sequential(*(nn.Linear(width, width) for _ in range(3))), count
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.first(x)
+        return (h.tanh() if self.count(mask.any(0)) > 4 else h).square().sum()
+
+
+def test_a_number_that_is_another_for_the_whole_batch_is_refused_whatever_was_compared_before() -> None:
+    """Each program was compared before, but with another one: micro-batches with three columns in use, batches with six."""
+    model = mtcompile.compile(Counting(), memory="1MiB", device="cpu", accumulate=4)
+    three, six, parted = torch.zeros(3, 8, 6, dtype=torch.bool)
+    three[:, :3] = six[:] = parted[:4, :3] = parted[4:, 3:] = True
+    x = torch.randn(8, WIDTH)
+    for mask in (three, six):
+        torch.testing.assert_close(model(x, mask), model.forward(x, mask).detach())
+    with pytest.raises(CaptureError, match="runs other operations for the whole batch"):
+        model(x, parted)
+
+
+def test_auto_takes_one_micro_batch_where_several_would_differ() -> None:
+    torch.manual_seed(0)
+    plain = Counting(128)
+    model = deepcopy(plain)
+    mtcompile.compile(model, memory=300_000, device="cpu", accumulate="auto")
+    mask = torch.ones(8, 6, dtype=torch.bool)
+    mask[:4, :3] = False
+    mask[7] = False
+    x = torch.randn(8, 128)
+    torch.testing.assert_close(model(x, mask), plain(x, mask))
+
+
+def test_equal_micro_batches_of_other_batches_have_programs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompiledModel, "_count", lambda model, args, kwargs: len(args[0]) // 2)
+    torch.manual_seed(0)
+    plain = Branching()
+    model = deepcopy(plain)
+    mtcompile.compile(model, memory="1MiB", device="cpu", accumulate="auto")
+    for rows in (8, 4, 12):
+        data = torch.randn(rows, 3, WIDTH), torch.ones(rows, 3, dtype=torch.bool)
+        torch.testing.assert_close(model(*data), plain(*data))
+
+
+def test_a_padding_mask_may_be_full_in_some_micro_batches() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 61}
+    plain = transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).eval()
+    model = deepcopy(plain)
+    mtcompile.compile(model, memory="2MiB", device="cpu", accumulate=2)
+    ids = torch.randint(61, (4, 8), generator=torch.Generator().manual_seed(0))
+    for length in (8, 5, 8):
+        mask = torch.ones_like(ids)
+        mask[3, length:] = 0
+        losses = [each(input_ids=ids, attention_mask=mask, labels=ids).loss for each in (plain, model)]
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss in losses:
+            loss.backward()
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            if one.grad is not None:
+                torch.testing.assert_close(other.grad, one.grad, rtol=2e-5, atol=1e-6)
