@@ -364,7 +364,8 @@ def _replace_methods() -> None:
 
         return known
 
-    utils.iter_contains = lists.iter_contains = functools.wraps(utils.iter_contains)(contains(utils.iter_contains))
+    if (plain := getattr(lists, "iter_contains", None)) is not None:
+        utils.iter_contains = lists.iter_contains = functools.wraps(plain)(contains(plain))
     builder._wrap_fx_proxy = functools.wraps(builder._wrap_fx_proxy)(wrapping(builder._wrap_fx_proxy))
     for name, replaced in (("method_item", item), ("method_tolist", tolist), ("method___setitem__", setitem)):
         if (plain := getattr(TensorVariable, name, None)) is not None:
