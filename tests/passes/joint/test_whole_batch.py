@@ -86,6 +86,13 @@ def trained(model: Any, optimizer: torch.optim.Optimizer, data: tuple[Tensor, Te
     return [loss.detach(), *grads, *(p.detach().clone() for p in model.parameters())]
 
 
+def assert_same_gradients(plain: nn.Module, model: nn.Module) -> None:
+    """Asserts that gradients agree, where the plain model has any."""
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        if one.grad is not None:
+            torch.testing.assert_close(other.grad, one.grad, rtol=2e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", AS_THE_WHOLE)
 def test_losses_and_gradients_are_those_of_the_whole_batch(name: str, count: int) -> None:
@@ -149,9 +156,7 @@ def test_a_chunked_head_beside_another_mean_is_that_of_the_whole_batch() -> None
     torch.testing.assert_close(losses[1], losses[0])
     for loss in losses:
         loss.backward()
-    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-        if one.grad is not None:
-            torch.testing.assert_close(other.grad, one.grad, rtol=2e-5, atol=1e-6)
+    assert_same_gradients(plain, model)
     assert "in 2 chunks" in model.plan.numerics
 
 
@@ -251,6 +256,4 @@ def test_a_padding_mask_may_be_full_in_some_micro_batches() -> None:
         torch.testing.assert_close(losses[1], losses[0])
         for loss in losses:
             loss.backward()
-        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-            if one.grad is not None:
-                torch.testing.assert_close(other.grad, one.grad, rtol=2e-5, atol=1e-6)
+        assert_same_gradients(plain, model)
