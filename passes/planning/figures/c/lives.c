@@ -104,17 +104,46 @@ static int lies_behind(const Place *one, const Place *other) {
     return one->ends > other->ends;
 }
 
+/* The places of one arena so far: the last moment at which one begins, and the first one at which one ends. Each lies at 0 or
+ * right above another one, so there is no room among them for what lives as long as all of them. */
+typedef struct {
+    int64_t high;
+    int32_t begins, ends;
+} Stack;
+
+#define EMPTY_STACK {0, -1, INT32_MAX}
+
+static int lives_with_all(const Stack *stack, const Place *at) {
+    return stack->begins < at->ends && at->begins < stack->ends;
+}
+
+static void put_on(Stack *stack, const Place *at, int right_above) {
+    if (!right_above) /* there may be bytes that nothing has, from now on */
+        stack->ends = -1;
+    if (at->high > stack->high)
+        stack->high = at->high;
+    if (at->begins > stack->begins)
+        stack->begins = at->begins;
+    if (at->ends < stack->ends)
+        stack->ends = at->ends;
+}
+
 /* Gives each slot bytes of its arena: largest first, at the lowest place that is free while it lives. */
 static void place_slots(Work *w, Slot *slots, int64_t count, int64_t *arenas) {
     Place *located[KINDS] = {0, mt_room(w, count, sizeof(Place)), mt_room(w, count, sizeof(Place))};
     int64_t counts[KINDS] = {0};
+    Stack stacks[KINDS] = {EMPTY_STACK, EMPTY_STACK, EMPTY_STACK};
     qsort(slots, (size_t)count, sizeof *slots, larger_first);
     for (int64_t i = 0; i < count; i++) {
         Slot *slot = &slots[i];
         Place *others = located[slot->kind], at = slot->at;
         const int64_t known = counts[slot->kind], sector = slot->by_disk ? SECTOR : 1;
         int64_t offset = 0, behind = known;
-        for (int64_t j = 0; j < known; j++)
+        Stack *stack = &stacks[slot->kind];
+        const int on_top = sector == 1 && slot->nbytes && lives_with_all(stack, &at); /* there is no room below */
+        if (on_top)
+            offset = stack->high;
+        for (int64_t j = 0; j < known && !on_top; j++)
             if (others[j].begins < at.ends && at.begins < others[j].ends) {
                 if (offset + slot->nbytes <= others[j].low)
                     break;
@@ -132,6 +161,7 @@ static void place_slots(Work *w, Slot *slots, int64_t count, int64_t *arenas) {
         }
         memmove(&others[behind + 1], &others[behind], (size_t)(counts[slot->kind]++ - behind) * sizeof *others);
         others[behind] = slot->at = at;
+        put_on(stack, &at, sector == 1);
         if (at.high > arenas[slot->kind])
             arenas[slot->kind] = at.high;
     }
