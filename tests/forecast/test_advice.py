@@ -133,6 +133,7 @@ def test_estimates_follow_the_busiest_queue_of_each_phase() -> None:
     assert work("backward").step_time_us("run ahead") == pytest.approx(30e3)  # updates on the device are in it already
 
 
+@pytest.mark.slow
 def test_micro_batches_are_advised_only_where_they_can_be_put_together() -> None:
     class Rows(nn.Module):
         def __init__(self, together: bool) -> None:

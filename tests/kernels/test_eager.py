@@ -54,6 +54,7 @@ def test_a_kernel_whose_results_hold_more_than_declared_is_measured_whole(monkey
     assert kernels.workspace(kernel) == kernels.measured(kernel) < 1 << 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inductor", [False, True])
 def test_a_plan_whose_kernels_need_more_than_it_was_made_with_is_made_again(
     inductor: bool, monkeypatch: pytest.MonkeyPatch

@@ -60,6 +60,7 @@ def trained(model: Any, steps: int = 3) -> tuple[list[torch.Tensor], dict[str, t
     return [loss.detach() for loss in losses], {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["model", pytest.param("bf16-master32", marks=pytest.mark.slow)])
 def test_weights_larger_than_the_host_train_with_the_bits_of_a_run_in_memory(precision: str, folder: Path) -> None:
     options: dict[str, Any] = {"memory": "400KB", "update": "backward", "precision": precision}

@@ -127,6 +127,7 @@ def made_again(candidates: Candidates, plan: Any) -> list[bool]:
     return [plan.activation(name) == "recompute" for name in values]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gbps", [0.25, 1.0])
 def test_where_calls_make_values_again_the_bound_counts_what_they_fetch(gbps: float, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = replace(_MACHINE, h2d_gbps=gbps, d2h_gbps=gbps)
@@ -162,6 +163,7 @@ def test_climbs_fill_the_room_that_is_left_with_homes() -> None:
     assert not list(filling(*homes)(climb.best, 0))
 
 
+@pytest.mark.slow
 def test_a_plan_far_above_its_bound_says_what_the_device_waits_for() -> None:
     problem = PlanningProblem(chain(4, 64, 8), _MACHINE, Budgets(updates=Updates(run_ahead=True)))
     candidates = Candidates(problem)
