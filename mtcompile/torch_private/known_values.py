@@ -354,7 +354,7 @@ def _replace_methods() -> None:
 
     def contains(plain: Callable[..., Any]) -> Callable[..., Any]:
         def known(items: Any, search: Any, *args: Any, **kwargs: Any) -> Any:
-            """Whether items have a value, of which some are not known: Dynamo says that these are others."""
+            """Refuses to say whether items have a value where some are not known: Dynamo says that these are others."""
             answer = plain(items := list(items), search, *args, **kwargs)
             if not _taking.value.captures or not search.is_python_constant() or answer.as_python_constant():
                 return answer

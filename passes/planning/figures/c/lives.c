@@ -137,10 +137,10 @@ static void place_slots(Work *w, Slot *slots, int64_t count, int64_t *arenas) {
     for (int64_t i = 0; i < count; i++) {
         Slot *slot = &slots[i];
         Place *others = located[slot->kind], at = slot->at;
-        const int64_t known = counts[slot->kind], sector = slot->by_disk ? SECTOR : 1;
+        const int64_t known = counts[slot->kind];
         int64_t offset = 0, behind = known;
         Stack *stack = &stacks[slot->kind];
-        const int on_top = sector == 1 && slot->nbytes && lives_with_all(stack, &at); /* there is no room below */
+        const int on_top = !slot->by_disk && slot->nbytes && lives_with_all(stack, &at); /* there is no room below */
         if (on_top)
             offset = stack->high;
         for (int64_t j = 0; j < known && !on_top; j++)
@@ -148,7 +148,7 @@ static void place_slots(Work *w, Slot *slots, int64_t count, int64_t *arenas) {
                 if (offset + slot->nbytes <= others[j].low)
                     break;
                 if (others[j].high > offset)
-                    offset = sector == 1 ? others[j].high : (others[j].high + sector - 1) / sector * sector;
+                    offset = slot->by_disk ? (others[j].high + SECTOR - 1) / SECTOR * SECTOR : others[j].high;
             }
         at.low = offset;
         at.high = offset + slot->nbytes;
@@ -161,7 +161,7 @@ static void place_slots(Work *w, Slot *slots, int64_t count, int64_t *arenas) {
         }
         memmove(&others[behind + 1], &others[behind], (size_t)(counts[slot->kind]++ - behind) * sizeof *others);
         others[behind] = slot->at = at;
-        put_on(stack, &at, sector == 1);
+        put_on(stack, &at, !slot->by_disk);
         if (at.high > arenas[slot->kind])
             arenas[slot->kind] = at.high;
     }
