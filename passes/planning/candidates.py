@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
-from math import inf
 from typing import TYPE_CHECKING
 
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
@@ -27,8 +26,7 @@ from mtcompile.passes.planning.figures.stored import searched_from_json, searche
 from mtcompile.passes.planning.frontier import Point, ample, choose, fits, fits_host, frontiers, missing_nbytes, undominated
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
 from mtcompile.passes.planning.linear.homes import home_costs
-from mtcompile.passes.planning.linear.program import Infeasible, NoSolver
-from mtcompile.passes.planning.linear.relaxation import Bounds, Relaxed, faster_than_resident
+from mtcompile.passes.planning.linear.relaxation import Bounds, faster_than_resident
 from mtcompile.passes.planning.linear.seeds import Rounding, Within, seed_ladders
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
@@ -72,7 +70,6 @@ class Candidates:
         self._on_hosts: HostClimbs | None = None
         self._climbed: dict[Limits, Plan] = {}  # plans that climbs of earlier runs found
         self._kept = -1  # how many climbs are stored; -1: not even points
-        self._bounding: dict[bool, Relaxed] = {}  # the bounds that were asked for last, by whether the host had no limit
 
     @classmethod
     def like(cls, known: Candidates, problem: PlanningProblem, store: Store | None = None) -> Self:
@@ -174,11 +171,7 @@ class Candidates:
     def bound_us(self, device: int | None, host: int | None, inside: bool = True) -> float:
         """The µs of the fastest plan that could be within these bytes; infinite if there can be none, 0 without a solver.
         ``inside``: False for any form of the step (see ``Relaxation``)."""
-        limits = {"device": device, "host": host, "disk": self.problem.budgets.disk}
-        try:
-            return self._bounds.solve(limits, inside=inside).bound_us
-        except Infeasible as error:
-            return 0.0 if isinstance(error, NoSolver) else inf
+        return self._bounds.us({"device": device, "host": host, "disk": self.problem.budgets.disk}, inside)
 
     @cached_property
     def least_nbytes(self) -> int:
@@ -255,7 +248,7 @@ class Candidates:
 
     def _fastest(self, budgets: Budgets) -> tuple[list[Point], Candidate]:
         """Returns points, and the fastest plan that is made of them; the one without a limit on the host where that fits."""
-        if ample(self._points, budgets):
+        if ample(self._points, budgets, self.bound_us):
             points, candidate = self._fastest(replace(budgets, host=None))
             if fits(candidate.plan, budgets):
                 return [*points, *self._variants], candidate
@@ -379,7 +372,7 @@ class Candidates:
             held = held_nbytes(self.problem.step, self.problem.budgets)
             seeds = Within(self._bounds.solve, self._by_density[0][0], Rounding(self.blocks, self.sizes), held)
             about = self.problem, self.blocks, self.open_params, self._points, self.resident.plan.peak_bytes["device"]
-            self._improved = climbs_of(*about, lambda plan: self._paced(plan).plan, (self._bound_us, seeds))
+            self._improved = climbs_of(*about, lambda plan: self._paced(plan).plan, (self._bounds.next_us, seeds))
             self._improved.plans |= {limits: self.evaluate(plan).plan for limits, plan in self._climbed.items()}
         return self._improved
 
@@ -389,12 +382,3 @@ class Candidates:
             pace = Pace(lambda plan: self.evaluate(plan).plan, climbs.evaluate)
             self._on_hosts = host_climbs(climbs, [*self._points, *self._variants], climbs.seeds, pace)
         return self._on_hosts
-
-    def _bound_us(self, device: int, host: int | None) -> float:
-        """The µs of ``bound_us``. Each solution begins at the one before."""
-        try:
-            relaxed = self._bounds.solve({"device": device, "host": host}, like=self._bounding.get(host is None))
-        except Infeasible as error:
-            return 0.0 if isinstance(error, NoSolver) else inf
-        self._bounding[host is None] = relaxed
-        return relaxed.bound_us

@@ -15,6 +15,7 @@ from mtcompile.passes.planning.ladders import Ladder
 # Between what fits and the frontier's next point: rounds, ladders tried, plans of each.
 ROUNDS, _MOST_CROSSING, _POINTS_BETWEEN = 3, 2, 3
 _CLIMBED = 0.7  # of what a point needs of the host: what a plan that climbs make of it needs, at least
+_EXACT = 1 - 1e-6  # of a bound: what a solver may be above it
 _FRONTIERS = 3  # whose gaps are looked into: of all points, and of those within two limits on the host
 
 
@@ -45,16 +46,20 @@ def fits_host(point: Point, budgets: Budgets) -> bool:
     return budgets.host is None or point.plan.peak_bytes["host"] <= budgets.host
 
 
-def ample(points: Iterable[Point], budgets: Budgets) -> bool:
-    """Tells whether a budget of the host may have room for the fastest plan within the device's bytes, by the fastest point."""
+def ample(points: Iterable[Point], budgets: Budgets, bound: Callable[[int | None, int | None], float]) -> bool:
+    """Tells whether a budget of the host may have room for the fastest plan within the device's bytes, by the fastest point.
+    ``bound``: gives the fewest µs of any plan within bytes of the device and the host."""
     within = (point for point in points if budgets.device is None or point.peak <= budgets.device)
-    fastest = min(within, key=lambda point: point.time_us, default=None)
-    return budgets.host is not None and fastest is not None and may_end_within(fastest.plan, budgets.host)
+    fastest, host = min(within, key=lambda point: point.time_us, default=None), budgets.host
+    if host is None or fastest is None:
+        return False
+    return may_end_within(fastest.plan, host, lambda: bound(budgets.device, host))
 
 
-def may_end_within(plan: Plan, host: int) -> bool:
-    """Tells whether climbs from a plan may end at one that needs no more than ``host`` bytes of the host."""
-    return _CLIMBED * plan.peak_bytes["host"] <= host
+def may_end_within(plan: Plan, host: int, bound: Callable[[], float]) -> bool:
+    """Tells whether climbs from a plan may end at one that needs no more than ``host`` bytes of the host: they only get faster.
+    ``bound``: gives the fewest µs of any plan that needs no more."""
+    return _CLIMBED * plan.peak_bytes["host"] <= host and plan.total_us >= _EXACT * bound()
 
 
 def missing_nbytes(plan: Plan, budgets: Budgets) -> int:

@@ -114,7 +114,9 @@ class Climbs:
 
         @functools.cache  # asked for each limit and its neighbours
         def begins(limit: int) -> bool:
-            return host is None or may_end_within(self.reached(limit), host) or any(fitting(self.reached(limit)))
+            if host is None or any(fitting(start := self.reached(limit))):
+                return True
+            return may_end_within(start, host, lambda: self.bound(limit, host))
 
         slower = 0  # than the plan taken: plans in a row
         for limit in self._falling(device, begins):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from math import isfinite
+from math import inf, isfinite
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from mtcompile.passes.planning.linear.exposed import Gap, gaps_between
 from mtcompile.passes.planning.linear.homes import HomeCost, place_casts
 from mtcompile.passes.planning.linear.memory import Waits, hold_memory, waiting
 from mtcompile.passes.planning.linear.needs import param_homes
-from mtcompile.passes.planning.linear.program import Counted, Infeasible, Program, gains_us
+from mtcompile.passes.planning.linear.program import Counted, Infeasible, NoSolver, Program, gains_us
 from mtcompile.passes.planning.linear.queues import take_time
 from mtcompile.passes.planning.linear.solver import Solution
 from mtcompile.passes.planning.linear.terms import Load, Terms, terms_of
@@ -201,6 +201,27 @@ class Bounds:
     def __init__(self, problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost]) -> None:
         self.problem, self.blocks, self.costs = problem, blocks, costs
         self.solve = Relaxation(problem, blocks, costs)
+        self._too_little = list[tuple[int, int]]()  # bytes of the device and the host within which no plan can be
+        self._last: dict[bool, Relaxed] = {}  # by whether the host had no limit
+
+    def us(self, limits: Mapping[str, int | None], inside: bool = True, like: Relaxed | None = None) -> float:
+        """The µs of the fastest plan that could be within ``limits``; infinite if there can be none, 0 without a solver. See
+        ``Relaxation`` for the others."""
+        try:
+            return self.solve(limits, inside=inside, like=like).bound_us
+        except Infeasible as error:
+            return 0.0 if isinstance(error, NoSolver) else inf
+
+    def next_us(self, device: int, host: int | None) -> float:
+        """The µs of ``us`` for one of many limits, without a disk: each solution begins at the one before."""
+        if host is not None and any(device <= little and host <= less for little, less in self._too_little):
+            return inf
+        limits, like = {"device": device, "host": host}, self._last.get(host is None)
+        if (us := self.us(limits, like=like)) == inf and host is not None:
+            self._too_little.append((device, host))
+        elif 0.0 < us < inf:
+            self._last[host is None] = self.solve(limits, like=like)
+        return us
 
     def certificate(self, limits: Mapping[str, int | None], us: float) -> Certificate | None:
         """How fast any plan within ``limits`` could be, in bytes per tier; None without a solver. Where ``us``, of a plan, is

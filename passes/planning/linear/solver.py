@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 import numpy
@@ -20,6 +21,9 @@ _SETTINGS: Mapping[str, Any] = {
     **{"output_flag": False, "presolve": "off", "solver": "simplex", "parallel": "off", "threads": 1},
     "simplex_dual_edge_weight_strategy": _DEVEX,
 }
+# Where a program has no solution, the basis of another one may lead the simplex method round and round. It asks at each step
+# whether it is to go on: after so many, it begins anew without a basis. Few programs need half as many.
+_MOST_STEPS = 1000
 # Until how near to the least, as a share of it, and at how many nodes of the search a solver looks for whole numbers.
 _WHOLE: Mapping[str, Any] = {"mip_rel_gap": 2e-3, "mip_max_nodes": 100}
 
@@ -72,6 +76,17 @@ def matrix_of(rows: Sequence[Mapping[int, float]], columns: int) -> Matrix:
 
 
 @dataclass(slots=True)
+class _Patience:
+    """Stops the solver once no steps are ``left``: it asks at each whether to go on."""
+
+    left: float = inf
+
+    def __call__(self, event: Any) -> None:
+        self.left -= 1
+        event.interrupt(self.left < 0)  # HiGHS remembers the answer
+
+
+@dataclass(slots=True)
 class _Highs:
     """HiGHS's own interface. Presolving takes several times as long as solving, and shortens no program of this kind."""
 
@@ -80,6 +95,7 @@ class _Highs:
     _highs: Any = field(init=False)
     _module: Any = field(init=False)
     _bounds: Array = field(init=False)  # of the program that was solved last
+    _patience: _Patience = field(init=False)
 
     def __post_init__(self) -> None:
         import highspy
@@ -97,16 +113,23 @@ class _Highs:
         self._module, self._highs = highspy, new()
         for name, value in _SETTINGS.items():
             self._highs.setOptionValue(name, value)
+        self._patience = _Patience()
+        self._highs.cbSimplexInterrupt += self._patience
         self._highs.passModel(program)
         self._bounds = numpy.zeros((matrix.columns, 2))
 
     def __call__(self, limits: Array, bounds: Array, like: Any = None) -> Solution | None:
-        highs = self._highs
+        highs, statuses = self._highs, self._module.HighsModelStatus
         self._set(limits, bounds)
         if like is not None:
             highs.setBasis(like)
-        self._run()
-        if highs.getModelStatus() != self._module.HighsModelStatus.kOptimal:
+            self._patience.left = _MOST_STEPS
+            self._run()
+        if like is None or highs.getModelStatus() not in (statuses.kOptimal, statuses.kInfeasible):
+            highs.clearSolver()
+            self._patience.left = inf
+            self._run()
+        if highs.getModelStatus() != statuses.kOptimal:
             return None
         solution = highs.getSolution()
         optimum = float(highs.getInfo().objective_function_value)
@@ -115,6 +138,7 @@ class _Highs:
     def whole(self, limits: Array, bounds: Array, variables: Sequence[int]) -> tuple[float, Array | None]:
         highs, kinds = self._highs, self._module.HighsVarType
         self._set(limits, bounds)
+        self._patience.left = inf
         for variable in variables:
             highs.changeColIntegrality(variable, kinds.kInteger)
         for name, value in {**_WHOLE, "presolve": "on"}.items():

@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 
+from mtcompile.passes.planning.linear import solver
 from mtcompile.passes.planning.linear.program import Counted, Infeasible, Program
 from mtcompile.passes.planning.linear.solver import _Highs, _Scipy, matrix_of
 
@@ -61,6 +62,23 @@ def test_what_has_no_solution_says_so() -> None:
     assert _Highs(matrix, _EQUAL)(limits, program(0)[2]) is not None
 
 
+def test_a_basis_that_leads_nowhere_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After few steps it is, in some programs: the optimum is still the same, and what has no solution has none."""
+    monkeypatch.setattr(solver, "_MOST_STEPS", 1)
+    anew = 0
+    for seed in range(10):
+        matrix, limits, bounds = program(seed)
+        highs, nothing = _Highs(matrix, _EQUAL), bounds.copy()
+        nothing[1:, 1] = 0.0
+        first = highs(limits, bounds)
+        assert first is not None and highs(limits, nothing, first.basis) is None
+        again, alone = highs(limits * 1.5, bounds, first.basis), _Highs(matrix, _EQUAL)(limits * 1.5, bounds)
+        anew += highs._patience.left > 1
+        assert again is not None and alone is not None and abs(again.optimum - alone.optimum) < 1e-9
+        assert highs.whole(limits, bounds, [1, 2])[1] is not None
+    assert anew
+
+
 def test_both_interfaces_bound_a_program_with_whole_numbers() -> None:
     """The bound is not above the best of all whole numbers, and not far below it; later solutions are in parts again."""
     for seed in range(6):
@@ -72,10 +90,10 @@ def test_both_interfaces_bound_a_program_with_whole_numbers() -> None:
             decided[whole] = [(value, value) for value in values]
             if (solution := _Highs(matrix, _EQUAL)(limits, decided)) is not None:
                 best = min(best, solution.optimum)
-        for solver in (_Highs(matrix, _EQUAL), _Scipy(matrix, _EQUAL)):
-            in_parts = solver(limits, bounds)
-            least, found = solver.whole(limits, bounds, whole)
-            again = solver(limits, bounds)
+        for each in (_Highs(matrix, _EQUAL), _Scipy(matrix, _EQUAL)):
+            in_parts = each(limits, bounds)
+            least, found = each.whole(limits, bounds, whole)
+            again = each(limits, bounds)
             assert in_parts is not None and again is not None and again.optimum == in_parts.optimum
             assert max(in_parts.optimum, 0.995 * best) <= least + 1e-9 and least <= best + 1e-9
             assert found is not None and all(abs(found[v] - round(found[v])) < 1e-6 for v in whole)
