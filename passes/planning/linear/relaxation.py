@@ -203,6 +203,7 @@ class Bounds:
         self.solve = Relaxation(problem, blocks, costs)
         self._too_little = list[tuple[int, int]]()  # bytes of the device and the host within which no plan can be
         self._last: dict[bool, Relaxed] = {}  # by whether the host had no limit
+        self._known: dict[tuple[int, int | None], float] = {}  # µs by bytes of the device and the host
 
     def us(self, limits: Mapping[str, int | None], inside: bool = True, like: Relaxed | None = None) -> float:
         """The µs of the fastest plan that could be within ``limits``; infinite if there can be none, 0 without a solver. See
@@ -214,6 +215,11 @@ class Bounds:
 
     def next_us(self, device: int, host: int | None) -> float:
         """The µs of ``us`` for one of many limits, without a disk: each solution begins at the one before."""
+        if (device, host) not in self._known:
+            self._known[device, host] = self._next_us(device, host)
+        return self._known[device, host]
+
+    def _next_us(self, device: int, host: int | None) -> float:
         if host is not None and any(device <= little and host <= less for little, less in self._too_little):
             return inf
         limits, like = {"device": device, "host": host}, self._last.get(host is None)

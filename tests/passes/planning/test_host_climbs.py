@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
+from math import inf
 
 import pytest
 import torch
@@ -96,6 +98,16 @@ def test_climbs_within_the_limits_of_both_tiers_find_faster_plans(
     without = times(Candidates(problem), budgets)
     assert all(us <= without[budget] for budget, us in climbed.items())
     assert min(us / without[budget] for budget, us in climbed.items()) < 0.95
+
+
+def test_bounds_for_many_limits_are_those_for_each(problem: PlanningProblem, asked: Candidates) -> None:
+    """Also where there can be no plan, and those for even less memory, for which no program is solved."""
+    bounds, (least, most) = asked._bounds, (asked.least_nbytes, asked.resident.plan.peak_bytes["device"])
+    hosts = [None, *(int(share * asked.least().plan.peak_bytes["host"]) for share in (1.0, 0.7, 0.3, 0.0))]
+    for device, host in itertools.product((most, (least + most) // 2, least, least // 2), hosts):
+        expected = asked.bound_us(device, host)
+        assert bounds.next_us(device, host) == pytest.approx(expected, rel=1e-9) == bounds.next_us(device, host)
+    assert bounds.next_us(least // 4, 0) == inf
 
 
 def test_a_cache_gives_the_same_plan(problem: PlanningProblem, asked: Candidates) -> None:
