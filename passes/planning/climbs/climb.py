@@ -30,10 +30,8 @@ _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
 _SEEDED = 1.012  # times the bound: climbs begin at seeds, too, above
-_SEED_NEAR = 1.15  # times what climbs reached: those from slower seeds do not get as far
-_FASTER = 0.998  # times the plan taken: less is not worth a climb
-_SLOWER, _IN_A_ROW = 1.005, 2  # times the plan taken: after so many slower plans in a row, lower limits gain nothing, or ...
-_SLOWER_ONCE = 1.01  # ... after one so much slower, where others follow
+_FASTER = 0.999  # times the plan taken: less is not worth a climb
+_SLOWER, _IN_A_ROW = 1.005, 2  # times the plan taken: after so many slower plans in a row, lower limits gain nothing
 _MUCH_SLOWER = 1.02  # times the plan taken: a plan that takes so long becomes no faster one with a little more memory
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
 _MUCH = 0.985  # times what a climb to a lower limit ends at: then a plan is polished anew
@@ -128,8 +126,6 @@ class Climbs:
                 taken = min((taken, *fitting(plan := self._plan_if(limit, taken.total_us))), key=_us)
                 if limit not in self._following:
                     slower = slower + 1 if self._is_slower(plan, limit, _SLOWER * taken.total_us) else 0
-                    if self._others_follow and self._is_slower(plan, limit, _SLOWER_ONCE * taken.total_us):
-                        break
         return taken
 
     def _falling(self, device: int | None, begins: Callable[[int], bool]) -> Iterator[int]:
@@ -263,8 +259,7 @@ class Climbs:
         number of blocks ahead."""
         if best.best.total_us <= _SEEDED * self.bound(*best.limits):
             return []
-        most_us = _SEED_NEAR * best.best.total_us if best.best.total_us <= _FAR * self.bound(*best.limits) else inf
-        plans = self.seeds.plans(best.limits._asdict(), self.evaluate, most_us)
+        plans = self.seeds.plans(best.limits._asdict(), self.evaluate)
         within = sorted((plan for plan in plans if not best.limits.missing(plan)), key=lambda plan: -plan.total_us)
         climbs = [replace(best, best=plan) for plan in {plan.lookahead: plan for plan in within}.values()]
         for climb in climbs:

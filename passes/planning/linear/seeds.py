@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -140,10 +139,9 @@ class Within(NamedTuple):
     rounding: Rounding
     held: Mapping[str, int]
 
-    def plans(self, limits: Mapping[str, int | None], evaluate: Callable[[Plan], Plan], most_us: float = inf) -> Iterator[Plan]:
+    def plans(self, limits: Mapping[str, int | None], evaluate: Callable[[Plan], Plan]) -> Iterator[Plan]:
         """Yields plans with their figures that are near ``limits``, a few for each number of blocks that fetches are ahead: as
-        long as one is above a limit, the next is made for as many bytes less. ``evaluate``: gives a plan its figures;
-        ``most_us``: of a plan that is worth a climb."""
+        long as one is above a limit, the next is made for as many bytes less. ``evaluate``: gives a plan its figures."""
         for ahead in _AHEAD:
             within, base, near = dict(limits), self.least.changed(lookahead=ahead, pooled=True), None
             for tries in range(1, _TRIES + 1):
@@ -151,8 +149,6 @@ class Within(NamedTuple):
                     near = self.solve(within, ahead=ahead, like=near)
                     plan = evaluate(self._rounded(within, base, near))
                 except Infeasible:
-                    break
-                if plan.total_us > most_us:
                     break
                 yield plan
                 above = {tier: plan.peak_bytes[tier] - most for tier, most in limits.items() if most is not None}

@@ -94,13 +94,6 @@ def test_lower_limits_are_left_out_where_plans_of_several_are_slower(
     assert limits_asked(times, {}, lambda device, host: bound_us, monkeypatch) == climbed
 
 
-def test_one_plan_that_is_much_slower_tells_enough_where_other_limits_follow(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {1000: 60.0, 2000: 121.5, 3000: 120.5, 4000: 120.0, 5000: 119.5}
-    following = {5000: 4000}
-    assert limits_asked(times, following, lambda device, host: 100.0, monkeypatch) == [5000, 4000, 3000, 2000]
-    assert limits_asked(times | {4000: 121.0}, following, lambda device, host: 100.0, monkeypatch) == [5000, 4000]
-
-
 @pytest.mark.parametrize(("steep", "climbed"), [(0.0, [2000, 1000]), (20.0, [2000, 1000, 1500])], ids=["flat", "steep"])
 def test_limits_in_between_are_left_out_where_memory_is_worth_little(
     steep: float, climbed: list[int], monkeypatch: pytest.MonkeyPatch
@@ -142,7 +135,7 @@ def test_a_slower_plan_leads_on_to_the_next_limit_too(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Climb, "go_on", go_on)
     start = plan_of(150.0)
-    seeds: Any = SimpleNamespace(plans=lambda limits, evaluate, most_us: [plan_of(130.0)])
+    seeds: Any = SimpleNamespace(plans=lambda limits, evaluate: [plan_of(130.0)])
     ways = Ways([], {}, lambda plan, unused: iter(()))
 
     def fastest_us(bound_us: float, device: int) -> float:
