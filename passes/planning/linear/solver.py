@@ -60,8 +60,8 @@ class Solver(Protocol):
 
 
 def solver(matrix: Matrix, equal: int) -> Solver:
-    """Returns a solver for the rows of ``matrix``, of which the first ``equal`` are equations. Raises ImportError without HiGHS
-    and scipy."""
+    """Returns a solver for the rows of ``matrix``, of which the first ``equal`` are equations: scipy's without highspy, or with
+    an early one. Raises ImportError without both."""
     try:
         return _Highs(matrix, equal)
     except ImportError:
@@ -83,7 +83,8 @@ class _Patience:
 
     def __call__(self, event: Any) -> None:
         self.left -= 1
-        event.interrupt(self.left < 0)  # HiGHS remembers the answer
+        if event.data_in is not None:
+            event.data_in.user_interrupt = self.left < 0  # HiGHS remembers the answer
 
 
 @dataclass(slots=True)
@@ -110,6 +111,8 @@ class _Highs:
         program.a_matrix_.start_, program.a_matrix_.index_ = matrix.starts, matrix.variables
         program.a_matrix_.value_ = matrix.factors
         new: Any = highspy.Highs
+        if not hasattr(new, "changeRowsBounds"):
+            raise ImportError("expected highspy 1.13 or later, found an earlier one")
         self._module, self._highs = highspy, new()
         for name, value in _SETTINGS.items():
             self._highs.setOptionValue(name, value)

@@ -62,6 +62,15 @@ def test_what_has_no_solution_says_so() -> None:
     assert _Highs(matrix, _EQUAL)(limits, program(0)[2]) is not None
 
 
+def test_an_early_highspy_is_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before version 1.13 it cannot change several rows at once."""
+    matrix, limits, bounds = program(0)
+    now = solver.solver(matrix, _EQUAL)
+    monkeypatch.setattr("highspy.Highs", type("Highs", (), {}))
+    early = solver.solver(matrix, _EQUAL)
+    assert type(now) is _Highs and type(early) is _Scipy and early(limits, bounds) is not None
+
+
 def test_a_basis_that_leads_nowhere_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """After few steps it is, in some programs: the optimum is still the same, and what has no solution has none."""
     monkeypatch.setattr(solver, "_MOST_STEPS", 1)
