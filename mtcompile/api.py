@@ -87,8 +87,7 @@ class CompiledModule(nn.Module):
         """Returns bytes by name: budget, planned peak and measured peak per tier, the training state, and what the last step
         copied to the device.
         A model that was called with several shapes has several programs. ``programs`` is a list with the inputs, the planned
-        peaks and the step time of each. The planned peaks of host and disk are those of the last program that trained; all
-        other peaks are the highest of all programs.
+        peaks and the step time of each. All peaks beside it are the highest of all programs.
         ``peak_device_bytes`` is measured from the allocator's events in the first step of each program (in every step
         under MT_CHECK=1).
         """
