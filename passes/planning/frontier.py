@@ -6,6 +6,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf, log
 
 from mtcompile.passes.analysis.state import Budgets
@@ -50,10 +51,10 @@ def ample(points: Iterable[Point], budgets: Budgets, bound: Callable[[int | None
     """Tells whether a budget of the host may have room for the fastest plan within the device's bytes, by the fastest point.
     ``bound``: gives the fewest µs of any plan within bytes of the device and the host."""
     within = (point for point in points if budgets.device is None or point.peak <= budgets.device)
-    fastest, host = min(within, key=lambda point: point.time_us, default=None), budgets.host
-    if host is None or fastest is None:
+    fastest = min(within, key=lambda point: point.time_us, default=None)
+    if budgets.host is None or fastest is None:
         return False
-    return may_end_within(fastest.plan, host, lambda: bound(budgets.device, host))
+    return may_end_within(fastest.plan, budgets.host, partial(bound, budgets.device, budgets.host))
 
 
 def may_end_within(plan: Plan, host: int, bound: Callable[[], float]) -> bool:

@@ -201,17 +201,16 @@ class Bounds:
     def __init__(self, problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost]) -> None:
         self.problem, self.blocks, self.costs = problem, blocks, costs
         self.solve = Relaxation(problem, blocks, costs)
-        self._too_little = list[tuple[int, int]]()  # bytes of the device and the host within which no plan can be
         self._last: dict[bool, Relaxed] = {}  # by whether the host had no limit
         self._known: dict[tuple[int, int | None], float] = {}  # µs by bytes of the device and the host
 
-    def us(self, limits: Mapping[str, int | None], inside: bool = True, like: Relaxed | None = None) -> float:
-        """The µs of the fastest plan that could be within ``limits``; infinite if there can be none, 0 without a solver. See
-        ``Relaxation`` for the others."""
+    def us(self, limits: Mapping[str, int | None], inside: bool = True) -> float:
+        """The µs of the fastest plan that could be within ``limits``; infinite if there can be none, 0 without a solver.
+        ``inside``: see ``Relaxation``."""
         try:
-            return self.solve(limits, inside=inside, like=like).bound_us
+            return self.solve(limits, inside=inside).bound_us
         except Infeasible as error:
-            return 0.0 if isinstance(error, NoSolver) else inf
+            return _us_of(error)
 
     def next_us(self, device: int, host: int | None) -> float:
         """The µs of ``us`` for one of many limits, without a disk: each solution begins at the one before."""
@@ -220,14 +219,19 @@ class Bounds:
         return self._known[device, host]
 
     def _next_us(self, device: int, host: int | None) -> float:
-        if host is not None and any(device <= little and host <= less for little, less in self._too_little):
+        if host is not None and self._is_too_little(device, host):
             return inf
-        limits, like = {"device": device, "host": host}, self._last.get(host is None)
-        if (us := self.us(limits, like=like)) == inf and host is not None:
-            self._too_little.append((device, host))
-        elif 0.0 < us < inf:
-            self._last[host is None] = self.solve(limits, like=like)
-        return us
+        try:
+            relaxed = self.solve({"device": device, "host": host}, like=self._last.get(host is None))
+        except Infeasible as error:
+            return _us_of(error)
+        self._last[host is None] = relaxed
+        return relaxed.bound_us
+
+    def _is_too_little(self, device: int, host: int) -> bool:
+        """Tells whether it is known that no plan can be within as much of each, or more."""
+        without = [limits for limits, us in self._known.items() if us == inf]
+        return any(device <= little and less is not None and host <= less for little, less in without)
 
     def certificate(self, limits: Mapping[str, int | None], us: float) -> Certificate | None:
         """How fast any plan within ``limits`` could be, in bytes per tier; None without a solver. Where ``us``, of a plan, is
@@ -266,6 +270,10 @@ class Bounds:
                 largest.append(home)
                 nbytes += held[home]
         return largest
+
+
+def _us_of(error: Infeasible) -> float:
+    return 0.0 if isinstance(error, NoSolver) else inf
 
 
 def _certificate(bound: Callable[[Mapping[str, int | None]], _Bound], limits: Mapping[str, int | None]) -> Certificate | None:

@@ -126,11 +126,9 @@ class _Highs:
         self._set(limits, bounds)
         if like is not None:
             highs.setBasis(like)
-            self._patience.left = _MOST_STEPS
-            self._run()
+            self._run(_MOST_STEPS)
         if like is None or highs.getModelStatus() not in (statuses.kOptimal, statuses.kInfeasible):
             highs.clearSolver()
-            self._patience.left = inf
             self._run()
         if highs.getModelStatus() != statuses.kOptimal:
             return None
@@ -141,7 +139,6 @@ class _Highs:
     def whole(self, limits: Array, bounds: Array, variables: Sequence[int]) -> tuple[float, Array | None]:
         highs, kinds = self._highs, self._module.HighsVarType
         self._set(limits, bounds)
-        self._patience.left = inf
         for variable in variables:
             highs.changeColIntegrality(variable, kinds.kInteger)
         for name, value in {**_WHOLE, "presolve": "on"}.items():
@@ -155,8 +152,9 @@ class _Highs:
         highs.setOptionValue("presolve", "off")
         return least, near
 
-    def _run(self) -> None:
+    def _run(self, most_steps: float = inf) -> None:
         """Solves the program. HiGHS has as many threads as its first run in this process, and refuses another number."""
+        self._patience.left = most_steps
         if self._highs.run() == self._module.HighsStatus.kError:
             self._highs.setOptionValue("threads", 0)  # as many as there are: results are those of one
             self._highs.run()
