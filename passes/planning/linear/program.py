@@ -104,7 +104,7 @@ class Program:
         like: Solution | None = None,
     ) -> tuple[Solution, Sequence[Row]]:
         """Solves the program without the rows of tiers that have no budget, with some variables ``fixed``. ``like``: a solution
-        for the same tiers, of which the same is counted, to begin at. Returns the solution and the rows, whose prices are its
+        for the same tiers to begin at, if it has as many rows. Returns the solution and the rows, whose prices are its
         last ones; where variables are alike, rows that say the same are one, and sums may be missing (0). Raises Infeasible. No
         variable and no row may be added any more."""
         prepared, limits = self._within(budgets, counted)
@@ -116,7 +116,8 @@ class Program:
             if not fixed.keys().isdisjoint(members):  # the mean of all is the value of each
                 ends = [(fixed.get(each, 0.0), fixed.get(each, self.upper[each])) for each in members]
                 bounds[prepared.columns[variable]] = numpy.mean(ends, axis=0)
-        solution = prepared.solver(limits, bounds, prepared.start if like is None else like.basis)
+        basis = prepared.start if like is None or len(like.prices) != len(limits) else like.basis
+        solution = prepared.solver(limits, bounds, basis)
         if solution is None:
             raise Infeasible("expected a solution of the linear program, found none")
         return solution._replace(values=numpy.append(solution.values, 0.0)[prepared.columns]), prepared.rows

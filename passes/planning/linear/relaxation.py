@@ -32,7 +32,6 @@ from mtcompile.runtime.schedule import PHASES
 
 _GIB = 1 << 30
 _COUNTED = Counted()  # where the optimum is a bound
-_Bound = tuple[float, dict[str, float]]  # and its ``gains_us``
 _FAR = 1.02  # times its bound: then a plan's bound is worth a closer look
 _MOST_WHOLE, _NEARLY_ALL = 24, 0.99  # homes that may be whole: of more, one matters little; and their share of all bytes
 _GROUPS, _MANY = 16, 64  # of equal blocks that decide alike, where no bound is wanted; and from how many blocks on
@@ -83,8 +82,8 @@ class Solve(Protocol):
 class Relaxation:
     """The linear program of a problem: a function that solves it for a limit in bytes per tier (None: no limit) and raises
     Infeasible. ``decided``: homes that are on the device (True) or on the host. ``ahead``: how many blocks ahead prefetches are
-    in memory, beside what must be there; the optimum bounds all plans only if it is 0. ``like``: an optimum for the same tiers
-    and as many blocks ahead, from which it is not far to this one. ``again``: False leaves out the room for what backwards make
+    in memory, beside what must be there; the optimum bounds all plans only if it is 0. ``like``: an optimum for the same tiers,
+    from which it is not far to this one. ``again``: False leaves out the room for what backwards make
     again; ``inside``: False leaves out all that a block's work needs only while it runs, of which other forms of the step need
     less.
 
@@ -203,14 +202,21 @@ class Bounds:
         self.solve = Relaxation(problem, blocks, costs)
         self._last: dict[bool, Relaxed] = {}  # by whether the host had no limit
         self._known: dict[tuple[int, int | None], float] = {}  # µs by bytes of the device and the host
+        self._outside: dict[object, Relaxed] = {}  # by limits; the last one last
 
     def us(self, limits: Mapping[str, int | None], inside: bool = True) -> float:
         """The µs of the fastest plan that could be within ``limits``; infinite if there can be none, 0 without a solver.
         ``inside``: see ``Relaxation``."""
         try:
-            return self.solve(limits, inside=inside).bound_us
+            return (self.solve(limits) if inside else self._without_insides(limits)).bound_us
         except Infeasible as error:
             return _us_of(error)
+
+    def _without_insides(self, limits: Mapping[str, int | None]) -> Relaxed:
+        if (key := tuple(limits.items())) not in self._outside:
+            last = next(reversed(self._outside.values()), None)  # each begins at the one before: only its µs are told
+            self._outside[key] = self.solve(limits, inside=False, like=last)
+        return self._outside[key]
 
     def next_us(self, device: int, host: int | None) -> float:
         """The µs of ``us`` for one of many limits, without a disk: each solution begins at the one before."""
@@ -242,17 +248,17 @@ class Bounds:
         closer = _certificate(self._by_whole_homes, limits)
         return certificate if closer is None or closer.bound_us <= certificate.bound_us else closer
 
-    def _by_shares(self, limits: Mapping[str, int | None]) -> _Bound:
-        relaxed = self.solve(limits)
-        return relaxed.bound_us, relaxed.gains_us()
+    def _by_shares(self, limits: Mapping[str, int | None], like: Relaxed | None) -> _Bound:
+        relaxed = self.solve(limits, like=like)
+        return _Bound(relaxed.bound_us, relaxed.gains_us(), relaxed)
 
-    def _by_whole_homes(self, limits: Mapping[str, int | None]) -> _Bound:
+    def _by_whole_homes(self, limits: Mapping[str, int | None], like: Relaxed | None) -> _Bound:
         program, homes = self._whole
         bound_us, decided = program.whole(limits, _COUNTED, homes)
         if not isfinite(bound_us):
             raise Infeasible("expected whole homes within the limits, found none")
         solution, rows = program.solve(limits, _COUNTED, decided)
-        return bound_us, gains_us(rows, solution.values, solution.prices[len(solution.prices) - len(rows) :])
+        return _Bound(bound_us, gains_us(rows, solution.values, solution.prices[len(solution.prices) - len(rows) :]), None)
 
     @cached_property
     def _whole(self) -> tuple[Program, list[int]]:
@@ -276,12 +282,22 @@ def _us_of(error: Infeasible) -> float:
     return 0.0 if isinstance(error, NoSolver) else inf
 
 
-def _certificate(bound: Callable[[Mapping[str, int | None]], _Bound], limits: Mapping[str, int | None]) -> Certificate | None:
+class _Bound(NamedTuple):
+    """A bound in µs, the gains of its certificate, and the optimum that others near it may begin at."""
+
+    us: float
+    gains_us: dict[str, float]
+    optimum: Relaxed | None
+
+
+def _certificate(
+    bound: Callable[[Mapping[str, int | None], Relaxed | None], _Bound], limits: Mapping[str, int | None]
+) -> Certificate | None:
     with suppress(Infeasible):
-        bound_us, gains_us = bound(limits)
+        bound_us, gains_us, optimum = bound(limits, None)
         for tier, nbytes in limits.items():
             if nbytes is not None and tier != "disk":
-                gains_us[f"{tier} memory"] = bound_us - bound({**limits, tier: nbytes + _GIB})[0]
+                gains_us[f"{tier} memory"] = bound_us - bound({**limits, tier: nbytes + _GIB}, optimum).us
         return Certificate(bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
     return None
 

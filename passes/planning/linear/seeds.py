@@ -142,11 +142,13 @@ class Within(NamedTuple):
     def plans(self, limits: Mapping[str, int | None], evaluate: Callable[[Plan], Plan]) -> Iterator[Plan]:
         """Yields plans with their figures that are near ``limits``, a few for each number of blocks that fetches are ahead: as
         long as one is above a limit, the next is made for as many bytes less. ``evaluate``: gives a plan its figures."""
+        first: Relaxed | None = None
         for ahead in _AHEAD:
-            within, base, near = dict(limits), self.least.changed(lookahead=ahead, pooled=True), None
+            within, base, near = dict(limits), self.least.changed(lookahead=ahead, pooled=True), first
             for tries in range(1, _TRIES + 1):
                 try:
                     near = self.solve(within, ahead=ahead, like=near)
+                    first = near if tries == 1 else first
                     plan = evaluate(self._rounded(within, base, near))
                 except Infeasible:
                     break
