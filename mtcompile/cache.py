@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from mtcompile import knobs
 from mtcompile.cached import files
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import is_trained
@@ -93,8 +94,11 @@ def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None]
     return through_cache(plan_key(problem.step, problem.budgets, policy, *_constraints(problem)), find)
 
 
-def search_store(problem: PlanningProblem) -> SearchedPlans:
-    """Returns the store for the plans that a search of this problem evaluates, which serves every device and host budget."""
+def search_store(problem: PlanningProblem) -> SearchedPlans | None:
+    """Returns the store for the plans that a search of this problem evaluates, which serves every device and host budget; None
+    if the cache is off."""
+    if not knobs.cache():
+        return None
     unlimited = replace(problem.budgets, device=None, host=None)
     return SearchedPlans(plan_key(problem.step, unlimited, *_constraints(problem)))
 

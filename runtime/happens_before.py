@@ -34,7 +34,7 @@ class Order:
                 complete = [earlier if early else barrier for earlier, early in zip(before, at_once)]
             for earlier in (newest[self._queue[index]], *instruction.deps):
                 if earlier > barrier:
-                    complete = [max(pair) for pair in zip(complete, self._complete[earlier])]
+                    complete = list(map(max, complete, self._complete[earlier]))
                     complete[self._queue[earlier]] = max(complete[self._queue[earlier]], earlier)
             self._complete.append(complete)
             newest[self._queue[index]] = index

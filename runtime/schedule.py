@@ -16,6 +16,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, get_args
 
+from mtcompile.runtime.frozen import copied, slots_of
+
 Op = Literal["alloc", "free", "copy", "run"]
 Queue = Literal["compute", "h2d", "d2h", "disk_read", "disk_write", "host", "network"]
 Tier = Literal["device", "host", "disk"]
@@ -156,6 +158,13 @@ class Instruction:
     previous_step_deps: tuple[int, ...] = ()
     ends: str = ""
     rows: tuple[str, ...] = ()
+
+    def changed(self, **changes: Any) -> Instruction:
+        """The same instruction with other values of these fields."""
+        return copied(self, _SLOTS, changes)
+
+
+_SLOTS = slots_of(Instruction)
 
 
 def used_by_disk(instructions: Iterable[Instruction]) -> set[str]:
@@ -375,4 +384,4 @@ def with_deps(
     """Returns the schedule with the given dependencies, one tuple per instruction."""
     previous = ((),) * len(schedule) if previous_step_deps is None else previous_step_deps
     triples = zip(schedule.instructions, deps, previous, strict=True)
-    return replace(schedule, instructions=tuple(replace(i, deps=d, previous_step_deps=p) for i, d, p in triples))
+    return replace(schedule, instructions=tuple(i.changed(deps=d, previous_step_deps=p) for i, d, p in triples))

@@ -82,56 +82,56 @@ def peak(schedule: Schedule) -> dict[str, int]:
 
 
 def _well_formed(schedule: Schedule) -> None:
-    def need(condition: bool, index: int | None, message: str) -> None:
+    def need(condition: bool, index: int | None, message: str, *found: object) -> None:
         if not condition:
-            raise error(schedule, "I0", index, message)
+            raise error(schedule, "I0", index, message.format(*found))
 
     for table in (schedule.arena_nbytes, schedule.resident_nbytes, schedule.budget_nbytes, schedule.peak_nbytes):
         for tier, nbytes in table.items():
-            need(tier in TIERS and nbytes >= 0, None, f"expected bytes per tier of {TIERS}, found {tier}: {nbytes}")
+            need(tier in TIERS and nbytes >= 0, None, "expected bytes per tier of {}, found {}: {}", TIERS, tier, nbytes)
     for name, buffer in schedule.buffers.items():
-        need(buffer.name == name, None, f"expected buffer {name!r} under its own name, found {buffer.name!r}")
-        need(buffer.tier in TIERS, None, f"expected {name} in one of {TIERS}, found {buffer.tier!r}")
-        need(buffer.kind in ("home", "placed", "pooled"), None, f"{name} is of unknown kind {buffer.kind!r}")
-        need(buffer.nbytes >= 0, None, f"expected 0 bytes or more for {name}, found {buffer.nbytes}")
+        need(buffer.name == name, None, "expected buffer {!r} under its own name, found {!r}", name, buffer.name)
+        need(buffer.tier in TIERS, None, "expected {} in one of {}, found {!r}", name, TIERS, buffer.tier)
+        need(buffer.kind in ("home", "placed", "pooled"), None, "{} is of unknown kind {!r}", name, buffer.kind)
+        need(buffer.nbytes >= 0, None, "expected 0 bytes or more for {}, found {}", name, buffer.nbytes)
         placed = buffer.kind == "placed"
-        need((buffer.offset is not None) == placed, None, f"{name}: placed buffers have an offset, others have none")
+        need((buffer.offset is not None) == placed, None, "{}: placed buffers have an offset, others have none", name)
     versions: dict[str, int] = {}
     for name, buffer in ((name, buffer) for name, buffer in schedule.buffers.items() if buffer.version_of):
-        need(buffer.version_of in schedule.buffers, None, f"{name}: version_of {buffer.version_of!r} is not in the table")
+        need(buffer.version_of in schedule.buffers, None, "{}: version_of {!r} is not in the table", name, buffer.version_of)
         old = schedule.buffers[buffer.version_of]
         alike = (old.kind, old.tier, old.nbytes) == (buffer.kind, buffer.tier, buffer.nbytes)
-        need(alike and buffer.kind == "home", None, f"expected {name} to be a home alike its old version, found {old.name}")
+        need(alike and buffer.kind == "home", None, "expected {} to be a home alike its old version, found {}", name, old.name)
         versions[old.name] = versions.get(old.name, 0) + 1
         few = not old.version_of and versions[old.name] <= 2
-        need(few, None, f"expected one next version of {old.name}, or two, found {name} too")
+        need(few, None, "expected one next version of {}, or two, found {} too", old.name, name)
     reached = 0
     for index, instruction in enumerate(schedule.instructions):
         op, reads, writes = instruction.op, instruction.reads, instruction.writes
-        need(op in ("alloc", "free", "copy", "run"), index, f"unknown op {op!r}")
-        need(instruction.queue in QUEUES, index, f"expected a queue of {QUEUES}, found {instruction.queue!r}")
-        need(instruction.phase in PHASES, index, f"expected a phase of {PHASES}, found {instruction.phase!r}")
+        need(op in ("alloc", "free", "copy", "run"), index, "unknown op {!r}", op)
+        need(instruction.queue in QUEUES, index, "expected a queue of {}, found {!r}", QUEUES, instruction.queue)
+        need(instruction.phase in PHASES, index, "expected a phase of {}, found {!r}", PHASES, instruction.phase)
         phase = PHASES.index(instruction.phase)
-        need(phase >= reached, index, f"expected the phases one after the other, found {instruction.phase} again")
+        need(phase >= reached, index, "expected the phases one after the other, found {} again", instruction.phase)
         reached = phase
         for name in (*reads, *writes):
-            need(name in schedule.buffers, index, f"expected operands from the buffer table, found {name!r}")
+            need(name in schedule.buffers, index, "expected operands from the buffer table, found {!r}", name)
         for dep in instruction.deps:
-            need(0 <= dep < index, index, f"expected waits for earlier instructions, found #{dep}: it would deadlock")
+            need(0 <= dep < index, index, "expected waits for earlier instructions, found #{}: it would deadlock", dep)
         for dep in instruction.previous_step_deps:
             right = schedule.run_ahead and instruction.phase == PHASES[0] and 0 <= dep < len(schedule)
             right = right and (schedule.instructions[dep].queue, schedule.instructions[dep].phase) == ("host", PHASES[1])
-            need(right, index, f"expected waits of a forward for queue host of the previous backward, found #{dep}")
-        need(instruction.workspace >= 0, index, f"expected 0 bytes of workspace or more, found {instruction.workspace}")
+            need(right, index, "expected waits of a forward for queue host of the previous backward, found #{}", dep)
+        need(instruction.workspace >= 0, index, "expected 0 bytes of workspace or more, found {}", instruction.workspace)
         if op in ("alloc", "free"):
-            need(len(writes) == 1 and not reads, index, f"expected {op} of one buffer, named in writes")
+            need(len(writes) == 1 and not reads, index, "expected {} of one buffer, named in writes", op)
         if op == "copy":
             paired = len(reads) - bool(instruction.ends) - len(instruction.rows)
-            need(0 < paired == len(writes), index, f"expected pairs, found {paired} -> {len(writes)} operands")
+            need(0 < paired == len(writes), index, "expected pairs, found {} -> {} operands", paired, len(writes))
         last = op == "copy" and instruction.queue == "h2d" and reads[-1:] == (instruction.ends,)
-        need(last or not instruction.ends, index, f"expected ends as the last read of a copy, found {instruction.ends!r}")
+        need(last or not instruction.ends, index, "expected ends as the last read of a copy, found {!r}", instruction.ends)
         last = op == "copy" and instruction.queue in ("h2d", "d2h") and reads[1:] == instruction.rows and not instruction.ends
-        need(last or not instruction.rows, index, f"expected rows as the last reads of a copy, found {instruction.rows!r}")
+        need(last or not instruction.rows, index, "expected rows as the last reads of a copy, found {!r}", instruction.rows)
 
 
 def _present(facts: Facts) -> None:
@@ -294,7 +294,7 @@ def _after_a_dropped_forward(schedule: Schedule, host_awaits: Collection[Queue])
         for phase in PHASES:
             place = {index: 1 + position for position, (index, _) in enumerate(schedule.phase(phase))}
             rows = [
-                replace(each, phase=PHASES[1], deps=tuple(place[d] for d in each.deps if d in place), previous_step_deps=())
+                each.changed(phase=PHASES[1], deps=tuple(place[d] for d in each.deps if d in place), previous_step_deps=())
                 for _, each in schedule.phase(phase)
             ]
             together = replace(schedule, instructions=(left, *rows), buffers=buffers, run_ahead=False)
@@ -311,11 +311,11 @@ def _runs_ahead(schedule: Schedule, host_awaits: Collection[Queue]) -> None:
     on_host = (i for i, each in schedule.phase(PHASES[1]) if each.queue == "host")
     unfinished = [i for i in on_host if not any(before(i, other) for other in last.values())]  # the others have drained
     place = {index: position for position, index in enumerate(unfinished)}
-    rows = [replace(schedule.instructions[index], phase=PHASES[0], deps=(), previous_step_deps=()) for index in unfinished]
+    rows = [schedule.instructions[index].changed(phase=PHASES[0], deps=(), previous_step_deps=()) for index in unfinished]
     following = {index: len(unfinished) + position for position, (index, _) in enumerate(schedule.phase(PHASES[0]))}
     for _, instruction in schedule.phase(PHASES[0]):
         waits = [place[dep] for dep in instruction.previous_step_deps if dep in place]
         waits += [following[dep] for dep in instruction.deps]
-        rows.append(replace(instruction, deps=tuple(sorted(waits)), previous_step_deps=()))
+        rows.append(instruction.changed(deps=tuple(sorted(waits)), previous_step_deps=()))
     facts = Facts(replace(schedule, instructions=tuple(rows), run_ahead=False))
     _race_free(facts, f"with the previous step, whose queue host comes first (#0 to #{len(unfinished) - 1})")

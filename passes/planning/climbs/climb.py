@@ -6,7 +6,7 @@ import functools
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
@@ -23,8 +23,8 @@ from mtcompile.passes.planning.linear.seeds import Within
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import regions
 
-_STARTS, _MOVES = (1.0, 0.9, 0.8), (50, 30, 30)  # of a limit: where climbs to it start; plans that they evaluate at first
-_MOVES_BETWEEN = 20  # plans evaluated from one limit to the next, where these are near to each other
+_STARTS, _MOVES = (1.0, 0.9, 0.8), (40, 24, 24)  # of a limit: where climbs to it start; plans that they evaluate at first
+_MOVES_BETWEEN = 16  # plans evaluated from one limit to the next, where these are near to each other
 _PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at most, and that times their regions
 _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
@@ -32,6 +32,7 @@ _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where f
 _SEEDED = 1.012  # times the bound: climbs begin at seeds, too, above
 _FASTER = 0.999  # times the plan taken: less is not worth a climb
 _SLOWER, _IN_A_ROW = 1.005, 2  # times the plan taken: after so many slower plans in a row, lower limits gain nothing
+_SLOWS = 1.0005  # times the best plan: a move that makes it slower than that seldom helps later in a climb: once in 260 tries
 _MUCH_SLOWER = 1.02  # times the plan taken: a plan that takes so long becomes no faster one with a little more memory
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
 _MUCH = 0.985  # times what a climb to a lower limit ends at: then a plan is polished anew
@@ -261,7 +262,8 @@ class Climbs:
             return []
         plans = self.seeds.plans(best.limits._asdict(), self.evaluate)
         within = sorted((plan for plan in plans if not best.limits.missing(plan)), key=lambda plan: -plan.total_us)
-        climbs = [replace(best, best=plan) for plan in {plan.lookahead: plan for plan in within}.values()]
+        fastest = {plan.lookahead: plan for plan in within}.values()
+        climbs = [Climb(best.limits, self.ways, self.evaluate, plan) for plan in fastest]
         for climb in climbs:
             climb.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience)
         return climbs
@@ -270,9 +272,9 @@ class Climbs:
         """Climbs on from where a climb ended, after each kick, and once more from the best of these if that helped."""
         for _ in range(_KICKED if best.best.total_us > _NEAR_BOUND * self.bound(*best.limits) else 0):
             ended = best.best
-            for plan in self.ways.kicks(ended) if self.ways.kicks is not None else ():
-                anew = replace(best, best=ended.changed(step_time_us=inf), remaining=_MOVES[-1])
-                if anew.is_better(plan):
+            for moved in self.ways.kicks(ended) if self.ways.kicks is not None else ():
+                anew = Climb(best.limits, self.ways, self.evaluate, ended.changed(step_time_us=inf), _MOVES[-1])
+                if anew.is_better(moved()):
                     anew.go_on(self.ways.kinds, _MOVES[-1] * self.ways.patience)
                     best = min((best, anew), key=_ended_us)
             if best.best is ended:
@@ -297,16 +299,22 @@ class Climb:
     evaluate: Callable[[Plan], Plan]
     best: Plan
     remaining: int = 0
+    slower: set[tuple[Move, int]] = field(default_factory=set)  # moves, by kind and number, that seldom help later on
 
     def go_on(self, kinds: Sequence[Move], most: int) -> None:
-        """Makes moves of all kinds as long as plans get faster, and no more than ``most`` plans are evaluated."""
-        self.remaining, before = most, 0.0
-        while self.remaining > 0 and before != self.best.total_us:
-            before = self.best.total_us
+        """Makes moves of all kinds as long as plans get faster, and no more than ``most`` plans are evaluated. Those that made
+        a plan slower are made again where no other helps any more."""
+        self.remaining = most
+        while self.remaining > 0:
+            before, all_tried = self.best, not self.slower
             for kind in kinds:
                 while self._moves(kind):
                     pass
             self._fill()
+            if self.best is before and all_tried:
+                break
+            if self.best is before:
+                self.slower.clear()
 
     def _fill(self) -> None:
         """Moves as many homes to the device at once as it has room for: where steps wait for many, one alone gains nothing."""
@@ -317,31 +325,36 @@ class Climb:
     def _moves(self, kind: Move) -> bool:
         """Makes the first move of a kind that makes the plan faster, and goes on that way: 1, 2, 4, ... such moves at once, as
         long as that helps. Tells whether any did."""
-        for number, plan in enumerate(kind(self.best)):
+        for number, moved in enumerate(kind(self.best)):
             if self.remaining <= 0:
                 return False
-            if self.is_better(plan):
+            if (kind, number) in self.slower:
+                continue
+            if (slower := self._tried(moved())) is None:
                 times = 1
                 while self.remaining > 0 and (farther := _repeated(kind, number, self.best, times)) is not None:
                     if not self.is_better(farther):
                         break
                     times *= 2
                 return True
+            if slower > _SLOWS:
+                self.slower.add((kind, number))
         return False
 
     def is_better(self, plan: Plan) -> bool:
         """Takes a plan that is faster, if need be with room made for it, and tells whether it was."""
+        return self._tried(plan) is None
+
+    def _tried(self, plan: Plan) -> float | None:
+        """Takes a plan that is faster, if need be with room made for it; None then. Otherwise returns how many times as long as
+        the best one it takes."""
         before, evaluated = self.best, self._evaluated(plan)
-        missing = self.limits.missing(evaluated)
-        if not missing or evaluated.total_us >= before.total_us:
-            return self.best is not before
-        tier, nbytes = next(iter(missing.items()))
-        for room in self.ways.rooms[tier]:
-            if self.remaining > 0 and (less := room(plan, before, nbytes)) is not None:
-                self._evaluated(less)
-            if self.best is not before:
-                return True
-        return False
+        missing = self.limits.missing(evaluated) if evaluated.total_us < before.total_us else {}
+        for tier, nbytes in itertools.islice(missing.items(), 1):
+            for room in self.ways.rooms[tier]:
+                if self.best is before and self.remaining > 0 and (less := room(plan, before, nbytes)) is not None:
+                    self._evaluated(less)
+        return None if self.best is not before else evaluated.total_us / before.total_us
 
     def _evaluated(self, plan: Plan) -> Plan:
         """Returns the plan with its figures; it is the best from now on if it is within the limits and faster."""
@@ -357,5 +370,5 @@ def _repeated(kind: Move, number: int, plan: Plan, times: int) -> Plan | None:
     for _ in range(times):
         if (moved := next(itertools.islice(kind(plan), number, None), None)) is None:
             return None
-        plan = moved
+        plan = moved()
     return plan

@@ -15,7 +15,8 @@ MOST_AHEAD = 4
 _ALONE = 2  # homes of equal size, at most, that no other move exchanges
 _KICKS = 6  # homes, the largest first, of which plans decide otherwise
 _FARTHER, _WAITING = (1, 2), (2, 4)  # how many regions more fetches are ahead, and how many of these homes wait then
-Move = Callable[[Plan], Iterator[Plan]]
+Moved = Callable[[], Plan]  # makes a plan, if it is wanted
+Move = Callable[[Plan], Iterator[Moved]]
 
 
 def kicks(blocks: Sequence[Block], sizes: Mapping[str, int]) -> Move | None:
@@ -30,21 +31,26 @@ def kicks(blocks: Sequence[Block], sizes: Mapping[str, int]) -> Move | None:
         return partial(_flipped, alone, sizes) if alone else None
     kinds: tuple[WaitKind, ...] = ("return", "gradients")
 
-    def neighbours(plan: Plan) -> Iterator[Plan]:
+    def neighbours(plan: Plan) -> Iterator[Moved]:
         yield from _flipped(homes, sizes, plan)
         for farther, count in itertools.product(_FARTHER, _WAITING):
             if (ahead := plan.lookahead + farther) <= MOST_AHEAD:
                 decisions = [each for kind in kinds for each in waiting(kind, homes[:count], sizes, True, WHY)]
-                yield plan.changed(lookahead=ahead).with_decisions(decisions)
+                yield moved(plan.changed(lookahead=ahead), decisions)
 
     return neighbours
 
 
-def _flipped(homes: Sequence[str], sizes: Mapping[str, int], plan: Plan) -> Iterator[Plan]:
+def _flipped(homes: Sequence[str], sizes: Mapping[str, int], plan: Plan) -> Iterator[Moved]:
     """Yields plans in which one of the homes is on the other tier."""
     for home, tier in zip(homes, plan.tiers(homes), strict=True):
         other: Choice = "host" if tier == "device" else "device"
-        yield plan.with_decision(Decision("params", home, other, sizes[home], WHY))
+        yield moved(plan, [Decision("params", home, other, sizes[home], WHY)])
+
+
+def moved(plan: Plan, decisions: Sequence[Decision]) -> Moved:
+    """Returns what makes the plan with some decisions in place of those about the same subjects."""
+    return partial(plan.with_decisions, decisions)
 
 
 def differ(blocks: Sequence[Block]) -> bool:

@@ -7,10 +7,11 @@ blocks has few moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.climbs.kicks import MOST_AHEAD, WHY, Move, differ
+from mtcompile.passes.planning.climbs.kicks import MOST_AHEAD, WHY, Move, Moved, differ, moved
 from mtcompile.passes.planning.climbs.waits import loads_late, waits, waits_together
 from mtcompile.passes.planning.ladders import Block, activation_decision, blocks_alike, kept_positions, variant_decision
 from mtcompile.passes.planning.variants import Variant
@@ -33,10 +34,10 @@ def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list
 def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
     """Exchanges equal homes between the device and the host, moves one, and lets one stay from the forward to the backward."""
 
-    def set_to(plan: Plan, kind: Any, tiers: Mapping[str, Choice]) -> Plan:
-        return plan.with_decisions([Decision(kind, home, choice, sizes[home], WHY) for home, choice in tiers.items()])
+    def set_to(plan: Plan, kind: Any, tiers: Mapping[str, Choice]) -> Moved:
+        return moved(plan, [Decision(kind, home, choice, sizes[home], WHY) for home, choice in tiers.items()])
 
-    def neighbours(plan: Plan) -> Iterator[Plan]:
+    def neighbours(plan: Plan) -> Iterator[Moved]:
         tiers = plan.tiers(homes)
         here = [home for home, tier in zip(homes, tiers, strict=True) if tier == "device"]
         away = [home for home, tier in zip(homes, tiers, strict=True) if tier == "host"]
@@ -59,19 +60,19 @@ def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
     return neighbours
 
 
-def _ahead(plan: Plan) -> Iterator[Plan]:
+def _ahead(plan: Plan) -> Iterator[Moved]:
     """Fetches more or fewer regions ahead, and from the allocator or into slots."""
     for ahead in (plan.lookahead + 1, plan.lookahead - 1):
         if 0 <= ahead <= MOST_AHEAD:
-            yield plan.changed(lookahead=ahead)
-    yield plan.changed(pooled=not plan.pooled)
+            yield partial(plan.changed, lookahead=ahead)
+    yield partial(plan.changed, pooled=not plan.pooled)
 
 
 def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
     """Keeps more of what the last of equal blocks saves, or less of the first; sends values home or keeps them. ``at_once``:
     also keeps more at home: where blocks differ, a few moves cannot bring there what all of them keep."""
 
-    def neighbours(plan: Plan) -> Iterator[Plan]:
+    def neighbours(plan: Plan) -> Iterator[Moved]:
         saved_now = {block.index: kept_positions(plan, block) for block in blocks}
         last = _last(blocks, lambda b: len(saved_now[b.index]) < len(b.saved))
         several = [block for block in dict.fromkeys((last, blocks[0])) if block is not None]
@@ -97,14 +98,14 @@ def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
     return neighbours
 
 
-def _keeping(plan: Plan, block: Block, variant: Variant, choice: Choice) -> Plan:
-    varied = plan.with_decision(variant_decision(block.name, block.saved, variant, WHY))
-    return _placed(varied, [block.saved[i] for i in variant.positions], choice)
+def _keeping(plan: Plan, block: Block, variant: Variant, choice: Choice) -> Moved:
+    placed = [activation_decision(block.saved[i], choice, WHY) for i in variant.positions]
+    return moved(plan, [variant_decision(block.name, block.saved, variant, WHY), *placed])
 
 
 def _last(blocks: Sequence[Block], wanted: Callable[[Block], bool]) -> Block | None:
     return next((block for block in reversed(blocks) if wanted(block)), None)
 
 
-def _placed(plan: Plan, values: Sequence[Any], choice: Choice) -> Plan:
-    return plan.with_decisions([activation_decision(value, choice, WHY) for value in values])
+def _placed(plan: Plan, values: Sequence[Any], choice: Choice) -> Moved:
+    return moved(plan, [activation_decision(value, choice, WHY) for value in values])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.climbs.kicks import WHY, Move
+from mtcompile.passes.planning.climbs.kicks import WHY, Move, Moved, moved
 from mtcompile.passes.planning.ladders import Block, WaitKind, at_home_by_rank, crossing_by_size, loading, waiting
 
 _LARGEST = 2  # sizes of homes that may wait
@@ -15,7 +15,7 @@ def waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Mov
     """Lets the homes of one size wait less in the backward, or, of the largest sizes, more: these may be all that others have
     no room beside."""
 
-    def neighbours(plan: Plan) -> Iterator[Plan]:
+    def neighbours(plan: Plan) -> Iterator[Moved]:
         kinds: tuple[tuple[WaitKind, Callable[[str], bool]], ...] = (
             ("return", plan.returns_late),
             ("gradients", plan.frees_early),
@@ -25,7 +25,7 @@ def waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Mov
             for kind, waits_now in kinds if plan.lookahead and homes else ():
                 now = any(map(waits_now, homes))
                 if now or rank < _LARGEST:
-                    yield plan.with_decisions(waiting(kind, homes, sizes, not now, WHY))
+                    yield moved(plan, waiting(kind, homes, sizes, not now, WHY))
 
     return neighbours
 
@@ -38,12 +38,12 @@ def waits_together(sizes: Mapping[str, int]) -> Move:
     spans = [homes[len(homes) * i // count : len(homes) * (i + 1) // count] for count in parts for i in range(count)]
     kinds: tuple[WaitKind, ...] = ("return", "gradients")
 
-    def neighbours(plan: Plan) -> Iterator[Plan]:
+    def neighbours(plan: Plan) -> Iterator[Moved]:
         tiers = dict(zip(homes, plan.tiers(homes), strict=True)) if plan.lookahead else {}
         waits = {home for home, tier in tiers.items() if tier == "host" and (plan.returns_late(home) or plan.frees_early(home))}
         for span in spans:
             if waits & set(span):
-                yield plan.with_decisions([d for kind in kinds for d in waiting(kind, span, sizes, False, WHY)])
+                yield moved(plan, [d for kind in kinds for d in waiting(kind, span, sizes, False, WHY)])
 
     return neighbours
 
@@ -52,11 +52,11 @@ def loads_late(blocks: Sequence[Block]) -> Move:
     """Lets what all blocks keep at home, of one rank by size, or what leaves them and is equally large, come back ahead that
     comes late, or late that comes ahead."""
 
-    def neighbours(plan: Plan) -> Iterator[Plan]:
+    def neighbours(plan: Plan) -> Iterator[Moved]:
         ranks = [*at_home_by_rank(plan, blocks), *crossing_by_size(plan, blocks)] if plan.lookahead else []
         for late in (True, False):  # what comes late now, first
             for values in ranks:
                 if any(plan.loads_late(value.name) for value in values) == late:
-                    yield plan.with_decisions(loading(values, not late, WHY))
+                    yield moved(plan, loading(values, not late, WHY))
 
     return neighbours

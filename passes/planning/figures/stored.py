@@ -29,13 +29,15 @@ def searched_to_json(points: Sequence[Point], climbs: Mapping[Limits, Plan], lad
     numbers = {id(ladder): number for number, ladder in enumerate(ladders)}
     decisions, known, orders = dict[Decision, int](), dict[int, int](), dict[tuple[str, ...], int]()
 
+    def number(decision: Decision) -> int:
+        return known.setdefault(id(decision), decisions.setdefault(decision, len(decisions)))
+
     def row(plan: Plan) -> list[Any]:
-        for decision in plan.decisions:
-            if id(decision) not in known:
-                known[id(decision)] = decisions.setdefault(decision, len(decisions))
+        numbered: list[int | None] = list(map(known.get, map(id, plan.decisions)))
+        if None in numbered:
+            numbered = list(map(number, plan.decisions))
         updates = plan.updates or Updates()
         order = orders.setdefault(updates.order, len(orders))
-        numbered = [known[id(decision)] for decision in plan.decisions]
         return [numbered, [getattr(plan, name) for name in _SCALARS], updates.patient, order]
 
     of_points = [[numbers.get(id(point.ladder)), point.position, *row(point.plan)] for point in points]

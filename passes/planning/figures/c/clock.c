@@ -224,18 +224,6 @@ void *mt_grown(Work *w, void *old, int64_t *room, int64_t count, int64_t size) {
     return larger;
 }
 
-void mt_push(Work *w, List *list, int32_t value, int32_t other) {
-    if (w->link_count == w->link_room)
-        w->links = mt_grown(w, w->links, &w->link_room, w->link_count, sizeof(Link));
-    const int32_t link = (int32_t)w->link_count++;
-    w->links[link] = (Link){value, other, -1};
-    if (list->first < 0)
-        list->first = link;
-    else
-        w->links[list->last].next = link;
-    list->last = link;
-}
-
 #define EXPORT __attribute__((visibility("default")))
 
 EXPORT int mt_figures_version(void) { return 10; }

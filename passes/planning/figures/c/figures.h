@@ -145,10 +145,21 @@ typedef struct {
 void *mt_room(Work *work, int64_t count, int64_t size); /* never returns without memory */
 void *mt_zeros(Work *work, int64_t count, int64_t size);
 void *mt_grown(Work *work, void *old, int64_t *room, int64_t count, int64_t size);
-void mt_push(Work *work, List *list, int32_t value, int32_t other);
 void mt_moves(Work *work);
 Lives mt_lives(Work *work);
 Clock mt_clock(Work *work, const Lives *lives, const Late *late, int updates);
+
+static inline void push(Work *w, List *list, int32_t value, int32_t other) {
+    if (w->link_count == w->link_room)
+        w->links = mt_grown(w, w->links, &w->link_room, w->link_count, sizeof(Link));
+    const int32_t link = (int32_t)w->link_count++;
+    w->links[link] = (Link){value, other, -1};
+    if (list->first < 0)
+        list->first = link;
+    else
+        w->links[list->last].next = link;
+    list->last = link;
+}
 
 #define EACH(link, list, work) (int32_t link = (list).first; link >= 0; link = (work)->links[link].next)
 #define EMPTY ((List){-1, -1})

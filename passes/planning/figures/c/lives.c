@@ -16,7 +16,7 @@ static int64_t free_due(Work *w, List *freed, Deferred *deferred, int64_t waitin
     int64_t left = 0;
     for (int64_t i = 0; i < waiting; i++)
         if (deferred[i].due <= ran)
-            mt_push(w, freed, deferred[i].name, deferred[i].user);
+            push(w, freed, deferred[i].name, deferred[i].user);
         else
             deferred[left++] = deferred[i];
     return left;
@@ -46,7 +46,7 @@ static List *freed_of(Work *w) {
     }
     for (int64_t i = 0; i < seen_count; i++)
         if (!w->buffers[seen[i]].returned)
-            mt_push(w, &ending[last[seen[i]]], seen[i], 0);
+            push(w, &ending[last[seen[i]]], seen[i], 0);
     const int64_t lookahead = w->choices->lookahead;
     for (int32_t place = 0; place < count; place++) {
         const Call *call = &w->calls[w->order[place]];
@@ -64,7 +64,7 @@ static List *freed_of(Work *w) {
             else if (lookahead && copied[name] >= 0 && copied[name] + lookahead > ran && w->buffers[name].kind == POOLED)
                 deferred[waiting++] = (Deferred){(int32_t)(copied[name] + lookahead), name, place};
             else
-                mt_push(w, &freed[place], name, place);
+                push(w, &freed[place], name, place);
         }
         if (waiting && (place + 1 == count || w->calls[w->order[place + 1]].phase != call->phase))
             waiting = free_due(w, &freed[place], deferred, waiting, INT32_MAX);
@@ -200,7 +200,11 @@ static void take(Work *w, Touched *touched, int64_t low, int64_t high, int32_t n
             begin = middle + 1;
     }
     for (int64_t i = first; i < last; i++)
-        mt_push(w, list, ranges[i].name, 0);
+        push(w, list, ranges[i].name, 0);
+    if (last - first == 1 && ranges[first].low == low && ranges[first].high == high) { /* the same bytes, as most often */
+        ranges[first].name = name;
+        return;
+    }
     if (first < last && ranges[first].low < low)
         new[added++] = (Range){ranges[first].low, low, ranges[first].name};
     new[added++] = (Range){low, high, name};

@@ -100,7 +100,7 @@ static void by_role(Work *w, int kind, List operands, List *list) {
         }
         const int32_t buffer = new_buffer(w, kind, nbytes, slot, 0);
         w->buffers[buffer].by_disk = kind == ON_HOST;
-        mt_push(w, list, buffer, 0);
+        push(w, list, buffer, 0);
     }
 }
 
@@ -146,14 +146,14 @@ static void fetch_group(Work *w, Around *around, int64_t position, List operands
         for EACH(link, operands, w) {
             const int32_t number = w->links[link].value;
             staying[number] = new_buffer(w, kind, step->operand[number].there_nbytes, step->operand[number].there_slot, 0);
-            mt_push(w, &writes, staying[number], 0);
+            push(w, &writes, staying[number], 0);
         }
     } else {
         by_role(w, kind, operands, &writes);
     }
     w->calls[fetch].writes = writes;
     for EACH(link, writes, w)
-        mt_push(w, &w->calls[position].reads, w->links[link].value, 0);
+        push(w, &w->calls[position].reads, w->links[link].value, 0);
     append_before(w, around, first_of(w, position, ahead), fetch);
 }
 
@@ -171,9 +171,9 @@ static void fetch_all(Work *w, Around *around) {
             const int32_t number = (int32_t)step->reads[at];
             const Operand *operand = &step->operand[number];
             if (region->phase && staying[number] >= 0) {
-                mt_push(w, &w->calls[position].reads, staying[number], 0);
+                push(w, &w->calls[position].reads, staying[number], 0);
             } else if (!is_away(w, operand)) {
-                mt_push(w, &w->calls[position].inputs, number, 0);
+                push(w, &w->calls[position].inputs, number, 0);
             } else { /* a copy per home; what crosses by rows is apart, and fragments behind the first */
                 int64_t group = count, fragments = 0;
                 for (int64_t i = 0; i < count && operand->fragment; i++)
@@ -190,7 +190,7 @@ static void fetch_all(Work *w, Around *around) {
                     before[count] = fragments;
                     groups[count++] = EMPTY;
                 }
-                mt_push(w, &groups[group], number, 0);
+                push(w, &groups[group], number, 0);
             }
         }
         for (int64_t i = 0; i < count; i++)
@@ -204,9 +204,9 @@ static int32_t stays(Work *w, int64_t position, int64_t first_reader, int64_t re
                      int64_t returned) {
     int32_t buffer = new_buffer(w, POOLED, nbytes, slot, (int)returned);
     const int64_t *reader = w->step->readers + w->step->region[position].first_reader + first_reader;
-    mt_push(w, &w->calls[position].writes, buffer, 0);
+    push(w, &w->calls[position].writes, buffer, 0);
     for (int64_t i = 0; i < readers; i++)
-        mt_push(w, &w->calls[reader[i]].reads, buffer, 0);
+        push(w, &w->calls[reader[i]].reads, buffer, 0);
     return buffer;
 }
 
@@ -215,7 +215,7 @@ static void waits_at_home(Work *w, Around *around, int64_t position, const Value
     const int64_t *reader = w->step->readers + region[position].first_reader + value->first_reader;
     int32_t result = new_buffer(w, POOLED, value->nbytes, value->slot, (int)value->returned), current = result, at_home = -1;
     int64_t previous = position;
-    mt_push(w, &w->calls[position].writes, result, 0);
+    push(w, &w->calls[position].writes, result, 0);
     for (int64_t i = 0; i < value->readers; i++) {
         int64_t use = reader[i];
         int same_phase = region[previous].phase == region[use].phase;
@@ -223,15 +223,15 @@ static void waits_at_home(Work *w, Around *around, int64_t position, const Value
             if (at_home < 0) {
                 at_home = new_buffer(w, ON_HOST, value->nbytes, value->slot, 0);
                 int32_t home = new_call(w, D2H, copy_us(w->costs, value->nbytes, D2H), (int)region[position].phase);
-                mt_push(w, &w->calls[home].reads, result, 0);
-                mt_push(w, &w->calls[home].writes, at_home, 0);
+                push(w, &w->calls[home].reads, result, 0);
+                push(w, &w->calls[home].writes, at_home, 0);
                 w->calls[home].copied = value->nbytes;
                 insert_behind(w, around, position, home);
             }
             current = new_buffer(w, w->choices->pooled ? POOLED : ON_DEVICE, value->nbytes, value->slot, 0);
             int32_t back = new_call(w, H2D, copy_us(w->costs, value->nbytes, H2D), (int)region[use].phase);
-            mt_push(w, &w->calls[back].reads, at_home, 0);
-            mt_push(w, &w->calls[back].writes, current, 0);
+            push(w, &w->calls[back].reads, at_home, 0);
+            push(w, &w->calls[back].writes, current, 0);
             w->calls[back].copied = value->nbytes;
             int64_t between = use - previous - 1;
             int64_t ahead = w->choices->lookahead < between ? w->choices->lookahead : between;
@@ -240,7 +240,7 @@ static void waits_at_home(Work *w, Around *around, int64_t position, const Value
             else
                 append_before(w, around, first_of(w, use, ahead), back);
         }
-        mt_push(w, &w->calls[use].reads, current, 0);
+        push(w, &w->calls[use].reads, current, 0);
         previous = use;
     }
 }
@@ -262,8 +262,8 @@ static void leave(Work *w, Around *around, int64_t position) {
                     here = new_gradients(w);
                     w->gradients[here].name = (int32_t)i;
                 }
-                mt_push(w, &w->gradients[here].operands, (int32_t)entry->operand, 0);
-                mt_push(w, &w->gradients[here].buffers, buffer, 0);
+                push(w, &w->gradients[here].operands, (int32_t)entry->operand, 0);
+                push(w, &w->gradients[here].buffers, buffer, 0);
             }
         }
     }
@@ -291,13 +291,13 @@ static void leave(Work *w, Around *around, int64_t position) {
                 continue;
             nbytes += alike->nbytes;
             int32_t made = stays(w, position, alike->first_reader, alike->readers, alike->nbytes, alike->slot, 0);
-            mt_push(w, &w->calls[copy].reads, made, 0);
+            push(w, &w->calls[copy].reads, made, 0);
             if (alike->updates && updates) {
                 if (gradients < 0) {
                     gradients = new_gradients(w);
                     w->gradients[gradients].name = (int32_t)j;
                 }
-                mt_push(w, &w->gradients[gradients].operands, (int32_t)alike->operand, 0);
+                push(w, &w->gradients[gradients].operands, (int32_t)alike->operand, 0);
                 updated_nbytes += alike->at_home_nbytes, updated_slot += alike->at_home_slot;
             }
         }
@@ -308,8 +308,8 @@ static void leave(Work *w, Around *around, int64_t position) {
         w->calls[copy].early = (w->choices->home[entry->home] & EARLY) != 0;
         if (gradients >= 0) {
             int32_t at_home = new_buffer(w, ON_HOST, updated_nbytes, updated_slot, 0);
-            mt_push(w, &w->gradients[gradients].buffers, at_home, 0);
-            mt_push(w, &w->calls[copy].writes, at_home, 0);
+            push(w, &w->gradients[gradients].buffers, at_home, 0);
+            push(w, &w->calls[copy].writes, at_home, 0);
             w->calls[copy].group = gradients;
         }
     }
@@ -422,7 +422,7 @@ static void list_updates(Work *w) {
         for EACH(link, w->gradients[source->group].operands, w)
             if (read_last[w->links[link].value] > turn)
                 turn = read_last[w->links[link].value];
-        mt_push(w, &after[turn], sources[i], 0);
+        push(w, &after[turn], sources[i], 0);
     }
     for (int64_t i = 1; i < late_count; i++) { /* by rank; equal ones stay in order */
         int32_t moving = late[i];
@@ -432,7 +432,7 @@ static void list_updates(Work *w) {
         late[at] = moving;
     }
     for (int64_t i = 0; i < late_count; i++)
-        mt_push(w, &after[count - 1], late[i], 0);
+        push(w, &after[count - 1], late[i], 0);
     int32_t *whole = mt_room(w, count + source_count, sizeof *whole);
     w->length = 0;
     for (int64_t place = 0; place < count; place++) {
