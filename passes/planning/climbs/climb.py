@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.climbs.kicks import Move, differ, kicks
+from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, TURNS, Move, differ, kicks
 from mtcompile.passes.planning.climbs.limits import Limits, apart, limits_between, limits_in_between, parts_of
 from mtcompile.passes.planning.climbs.moves import moves
 from mtcompile.passes.planning.climbs.polish import Polish, is_worth_polishing, polish_of
@@ -23,9 +23,10 @@ from mtcompile.passes.planning.linear.seeds import Within
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import regions
 
-_STARTS, _MOVES = (1.0, 0.9, 0.8), (40, 24, 24)  # of a limit: where climbs to it start; plans that they evaluate at first
-_MOVES_BETWEEN = 16  # plans evaluated from one limit to the next, where these are near to each other
+_STARTS, _MOVES = (1.0, 0.9, 0.8), (30, 18, 18)  # of a limit: where climbs to it start; plans that they evaluate at first
+_MOVES_BETWEEN = 12  # plans evaluated from one limit to the next, where these are near to each other
 _PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at most, and that times their regions
+_DIFFERING = 4 / 3  # times as many plans where most blocks differ
 _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
@@ -50,7 +51,7 @@ class Ways(NamedTuple):
     kinds: Sequence[Move]
     rooms: Mapping[str, Sequence[Room]]
     fill: Fill
-    patience: int = 1
+    patience: float = 1
     kicks: Move | None = None
     differ: bool = False
     polish: Polish | None = None
@@ -69,7 +70,7 @@ def climbs_of(
     with everything on the device; ``by_program``: ``bound`` and ``seeds``, for which, as for the others, see ``Climbs``."""
     ways, frontier = ways_of(problem, blocks, sizes), pareto(points)
     highest = frontier[-1].peak, *([resident] if differ(blocks) else [])
-    small = ways.patience == _PATIENCE  # climbs of such a step evaluate many plans up to each limit, and need none in between
+    small = ways.patience >= _PATIENCE  # climbs of such a step evaluate many plans up to each limit, and need none in between
     limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes, small)
     following = {} if small else limits_in_between(limits, max(highest))
     return Climbs(frontier, limits, following, ways, evaluate, *by_program)
@@ -78,7 +79,7 @@ def climbs_of(
 def ways_of(problem: PlanningProblem, blocks: Sequence[Block], sizes: Mapping[str, int]) -> Ways:
     """Returns the ways of climbs of a problem. ``sizes``: as for ``climbs_of``."""
     host, held, count = problem.budgets.host_activations, held_nbytes(problem.step, problem.budgets), len(regions(problem.step))
-    patience = max(1, min(_PATIENCE, _PATIENT_REGIONS // count))
+    patience = max(1, min(_PATIENCE, _PATIENT_REGIONS // count)) * (_DIFFERING if differ(blocks) else 1)
     in_room = rooms(blocks, sizes, held, host), filling(sizes, held)
     others = patience, kicks(blocks, sizes), differ(blocks), polish_of(blocks, sizes, host, count)
     return Ways(moves(blocks, sizes, host), *in_room, *others)
@@ -274,7 +275,7 @@ class Climbs:
             ended = best.best
             for moved in self.ways.kicks(ended) if self.ways.kicks is not None else ():
                 anew = Climb(best.limits, self.ways, self.evaluate, ended.changed(step_time_us=inf), _MOVES[-1])
-                if anew.is_better(moved()):
+                if anew.is_better(moved.make()):
                     anew.go_on(self.ways.kinds, _MOVES[-1] * self.ways.patience)
                     best = min((best, anew), key=_ended_us)
             if best.best is ended:
@@ -298,23 +299,20 @@ class Climb:
     ways: Ways
     evaluate: Callable[[Plan], Plan]
     best: Plan
-    remaining: int = 0
-    slower: set[tuple[Move, int]] = field(default_factory=set)  # moves, by kind and number, that seldom help later on
+    remaining: float = 0
+    slower: dict[tuple[Move, Hashable], Plan] = field(default_factory=dict)  # by kind and name: moves that made it slower
 
-    def go_on(self, kinds: Sequence[Move], most: int) -> None:
-        """Makes moves of all kinds as long as plans get faster, and no more than ``most`` plans are evaluated. Those that made
-        a plan slower are made again where no other helps any more."""
-        self.remaining = most
-        while self.remaining > 0:
-            before, all_tried = self.best, not self.slower
+    def go_on(self, kinds: Sequence[Move], most: float) -> None:
+        """Makes moves of all kinds as long as plans get faster, and no more than ``most`` plans are evaluated. Moves of a later
+        turn, and at last those that did not help before, are made where no other helps."""
+        self.remaining, turn = most, FIRST
+        while self.remaining > 0 and turn in TURNS:
+            before = self.best
             for kind in kinds:
-                while self._moves(kind):
+                while self._moves(kind, turn):
                     pass
             self._fill()
-            if self.best is before and all_tried:
-                break
-            if self.best is before:
-                self.slower.clear()
+            turn = turn + 1 if self.best is before else FIRST
 
     def _fill(self) -> None:
         """Moves as many homes to the device at once as it has room for: where steps wait for many, one alone gains nothing."""
@@ -322,23 +320,24 @@ class Climb:
         for plan in self.ways.fill(self.best, unused):
             self._evaluated(plan)
 
-    def _moves(self, kind: Move) -> bool:
-        """Makes the first move of a kind that makes the plan faster, and goes on that way: 1, 2, 4, ... such moves at once, as
-        long as that helps. Tells whether any did."""
-        for number, moved in enumerate(kind(self.best)):
+    def _moves(self, kind: Move, turn: int) -> bool:
+        """Makes the first move of a kind and ``turn`` that makes the plan faster, and goes on that way: 1, 2, 4, ... such moves
+        at once, as long as that helps. Tells whether any did."""
+        for moved in kind(self.best):
             if self.remaining <= 0:
                 return False
-            if (kind, number) in self.slower:
+            from_plan = self.slower.get((kind, moved.name))
+            if from_plan is self.best or turn != (moved.turn if from_plan is None else LAST):
                 continue
-            if (slower := self._tried(moved())) is None:
+            if (slower := self._tried(moved.make())) is None:
                 times = 1
-                while self.remaining > 0 and (farther := _repeated(kind, number, self.best, times)) is not None:
+                while self.remaining > 0 and (farther := _repeated(kind, moved.name, self.best, times)) is not None:
                     if not self.is_better(farther):
                         break
                     times *= 2
                 return True
             if slower > _SLOWS:
-                self.slower.add((kind, number))
+                self.slower[kind, moved.name] = self.best
         return False
 
     def is_better(self, plan: Plan) -> bool:
@@ -365,10 +364,10 @@ class Climb:
         return evaluated
 
 
-def _repeated(kind: Move, number: int, plan: Plan, times: int) -> Plan | None:
-    """Returns the plan after the move of a kind with that number, several times; None if it has none that often."""
+def _repeated(kind: Move, name: Hashable, plan: Plan, times: int) -> Plan | None:
+    """Returns the plan after the move of a kind with that name, several times; None if it has none that often."""
     for _ in range(times):
-        if (moved := next(itertools.islice(kind(plan), number, None), None)) is None:
+        if (moved := next((moved for moved in kind(plan) if moved.name == name), None)) is None:
             return None
-        plan = moved()
+        plan = moved.make()
     return plan

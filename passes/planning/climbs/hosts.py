@@ -26,7 +26,7 @@ from mtcompile.passes.planning.pace import impatient, with_pace
 _LEVELS = 20  # limits on the host
 _APART = 1.08  # a limit on the device over the next lower one, at least; all those of climbs would take twice as long
 _ABOVE = 3  # of the limits on the device: each of so many also with the next limit above a budget of the host
-_MOVES, _ROOMS = 60, 16  # plans that a climb evaluates, and those that make room for its start
+_MOVES, _ROOMS = 45, 16  # plans that a climb evaluates, and those that make room for its start
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.ladders import Block, WaitKind, waiting
@@ -15,7 +16,19 @@ MOST_AHEAD = 4
 _ALONE = 2  # homes of equal size, at most, that no other move exchanges
 _KICKS = 6  # homes, the largest first, of which plans decide otherwise
 _FARTHER, _WAITING = (1, 2), (2, 4)  # how many regions more fetches are ahead, and how many of these homes wait then
-Moved = Callable[[], Plan]  # makes a plan, if it is wanted
+FIRST, THEN, LAST = TURNS = range(3)
+
+
+class Moved(NamedTuple):
+    """A plan after a move, made when it is asked for. ``name``: of the move, among those of its kind. ``turn``: such moves are
+    made where none of an earlier turn helps: FIRST, those that gain most; THEN, those that gain little; LAST, those that seldom
+    help."""
+
+    name: Hashable
+    turn: int
+    make: Callable[[], Plan]
+
+
 Move = Callable[[Plan], Iterator[Moved]]
 
 
@@ -36,7 +49,7 @@ def kicks(blocks: Sequence[Block], sizes: Mapping[str, int]) -> Move | None:
         for farther, count in itertools.product(_FARTHER, _WAITING):
             if (ahead := plan.lookahead + farther) <= MOST_AHEAD:
                 decisions = [each for kind in kinds for each in waiting(kind, homes[:count], sizes, True, WHY)]
-                yield moved(plan.changed(lookahead=ahead), decisions)
+                yield moved(plan.changed(lookahead=ahead), decisions, (farther, count), FIRST)
 
     return neighbours
 
@@ -45,12 +58,12 @@ def _flipped(homes: Sequence[str], sizes: Mapping[str, int], plan: Plan) -> Iter
     """Yields plans in which one of the homes is on the other tier."""
     for home, tier in zip(homes, plan.tiers(homes), strict=True):
         other: Choice = "host" if tier == "device" else "device"
-        yield moved(plan, [Decision("params", home, other, sizes[home], WHY)])
+        yield moved(plan, [Decision("params", home, other, sizes[home], WHY)], home, FIRST)
 
 
-def moved(plan: Plan, decisions: Sequence[Decision]) -> Moved:
-    """Returns what makes the plan with some decisions in place of those about the same subjects."""
-    return partial(plan.with_decisions, decisions)
+def moved(plan: Plan, decisions: Sequence[Decision], name: Hashable, turn: int) -> Moved:
+    """Returns the plan with some decisions in place of those about the same subjects."""
+    return Moved(name, turn, partial(plan.with_decisions, decisions))
 
 
 def differ(blocks: Sequence[Block]) -> bool:

@@ -6,12 +6,13 @@ blocks has few moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.climbs.kicks import MOST_AHEAD, WHY, Move, Moved, differ, moved
+from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, MOST_AHEAD, THEN, WHY, Move, Moved, differ, moved
 from mtcompile.passes.planning.climbs.waits import loads_late, waits, waits_together
 from mtcompile.passes.planning.ladders import Block, activation_decision, blocks_alike, kept_positions, variant_decision
 from mtcompile.passes.planning.variants import Variant
@@ -34,78 +35,88 @@ def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list
 def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
     """Exchanges equal homes between the device and the host, moves one, and lets one stay from the forward to the backward."""
 
-    def set_to(plan: Plan, kind: Any, tiers: Mapping[str, Choice]) -> Moved:
-        return moved(plan, [Decision(kind, home, choice, sizes[home], WHY) for home, choice in tiers.items()])
+    def set_to(plan: Plan, kind: Any, tiers: Mapping[str, Choice], name: str, turn: int) -> Moved:
+        return moved(plan, [Decision(kind, home, choice, sizes[home], WHY) for home, choice in tiers.items()], name, turn)
 
     def neighbours(plan: Plan) -> Iterator[Moved]:
         tiers = plan.tiers(homes)
         here = [home for home, tier in zip(homes, tiers, strict=True) if tier == "device"]
         away = [home for home, tier in zip(homes, tiers, strict=True) if tier == "host"]
         for one, other in dict.fromkeys(((here[-1], away[0]), (here[0], away[-1]))) if here and away else ():
-            yield set_to(plan, "params", {one: "host", other: "device"})
+            name = "last for first" if other == away[0] else "first for last"
+            yield set_to(plan, "params", {one: "host", other: "device"}, name, FIRST)
         for home in dict.fromkeys((*away[:1], *away[-1:])):
-            yield set_to(plan, "params", {home: "device"})
+            yield set_to(plan, "params", {home: "device"}, "first here" if home == away[0] else "last here", FIRST)
         fetches = plan.choices("fetch", away)
         staying = [home for home, fetch in zip(away, fetches, strict=True) if fetch == "keep"]
         again = [home for home, fetch in zip(away, fetches, strict=True) if fetch != "keep"]
         if staying and again and homes.index(staying[0]) < homes.index(again[-1]):
-            yield set_to(plan, "fetch", {staying[0]: "again", again[-1]: "keep"})
+            yield set_to(plan, "fetch", {staying[0]: "again", again[-1]: "keep"}, "another stays", LAST)
         for home in again[-1:]:
-            yield set_to(plan, "fetch", {home: "keep"})
+            yield set_to(plan, "fetch", {home: "keep"}, "last stays", THEN)
         for home in staying[:1]:
-            yield set_to(plan, "fetch", {home: "again"})
+            yield set_to(plan, "fetch", {home: "again"}, "first again", LAST)
         for home in here[-1:]:
-            yield set_to(plan, "params", {home: "host"})
+            yield set_to(plan, "params", {home: "host"}, "last away", LAST)
 
     return neighbours
 
 
 def _ahead(plan: Plan) -> Iterator[Moved]:
     """Fetches more or fewer regions ahead, and from the allocator or into slots."""
-    for ahead in (plan.lookahead + 1, plan.lookahead - 1):
+    for name, turn, ahead in (("more", FIRST, plan.lookahead + 1), ("fewer", LAST, plan.lookahead - 1)):
         if 0 <= ahead <= MOST_AHEAD:
-            yield partial(plan.changed, lookahead=ahead)
-    yield partial(plan.changed, pooled=not plan.pooled)
+            yield Moved(name, turn, partial(plan.changed, lookahead=ahead))
+    yield Moved("pooled", FIRST, partial(plan.changed, pooled=not plan.pooled))
 
 
 def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
-    """Keeps more of what the last of equal blocks saves, or less of the first; sends values home or keeps them. ``at_once``:
-    also keeps more at home: where blocks differ, a few moves cannot bring there what all of them keep."""
+    """Of equal blocks, lets the last one that keeps less than a variant keep as much, or the first one that keeps more as
+    little; sends values home or keeps them. ``at_once``: also keeps more at home: where blocks differ, a few moves cannot bring
+    there what all of them keep."""
+    variants, nbytes = blocks[0].variants, [value.meta["nbytes"] for value in blocks[0].saved]
+    places = {variant.positions: place for place, variant in enumerate(variants)}
+
+    def place_of(positions: tuple[int, ...]) -> float:
+        """Returns the place among the variants of what a block keeps; between two of them where it is none."""
+        if (place := places.get(positions)) is not None:
+            return place
+        return bisect_left(variants, sum(nbytes[i] for i in positions), key=lambda variant: variant.nbytes) - 0.5
 
     def neighbours(plan: Plan) -> Iterator[Moved]:
-        saved_now = {block.index: kept_positions(plan, block) for block in blocks}
-        last = _last(blocks, lambda b: len(saved_now[b.index]) < len(b.saved))
-        several = [block for block in dict.fromkeys((last, blocks[0])) if block is not None]
-        for block in several:
-            for variant in block.variants:
-                if variant.positions != saved_now[block.index]:
-                    yield _keeping(plan, block, variant, "device")
-        for groups in (
-            [(b, [b.saved[i] for i in saved_now[b.index]]) for b in blocks],
-            [(b, [*b.crossing, *b.others]) for b in blocks],
+        saved_now = [kept_positions(plan, block) for block in blocks]
+        now = list(zip(blocks, map(place_of, saved_now), strict=True))
+        for more in (True, False):
+            for number, variant in enumerate(variants):
+                others = (
+                    (b, place) for b, place in (reversed(now) if more else now) if (place < number if more else place > number)
+                )
+                if (other := next(others, None)) is not None:
+                    turn = THEN if abs(other[1] - number) <= 1 else LAST
+                    yield _keeping(plan, other[0], variant, "device", (number, more), turn)
+        for which, groups in (
+            ("saved", [(b, [b.saved[i] for i in positions]) for b, positions in zip(blocks, saved_now, strict=True)]),
+            ("crossing", [(b, [*b.crossing, *b.others]) for b in blocks]),
         ):
             at_home = [values for _, values in groups if any(plan.activation(v.name) == "host" for v in values)]
             here = [values for _, values in groups if any(plan.activation(v.name) == "device" for v in values)]
             for values in at_home[-1:]:
-                yield _placed(plan, values, "device")
+                yield _placed(plan, values, "device", (which, "last"), THEN)
             for values in here[:1] if host else ():
-                yield _placed(plan, values, "host")
-        for block in several if at_once else ():
-            for variant in block.variants:
-                if variant.positions:
-                    yield _keeping(plan, block, variant, "host")
+                yield _placed(plan, values, "host", (which, "first"), LAST)
+        last = next((block for block, place in reversed(now) if place < len(variants) - 1), None)
+        for block in dict.fromkeys((last, blocks[0])) if at_once else ():
+            for number, variant in enumerate(variants):
+                if block is not None and variant.positions:
+                    yield _keeping(plan, block, variant, "host", (number, block is last, "at home"), THEN)
 
     return neighbours
 
 
-def _keeping(plan: Plan, block: Block, variant: Variant, choice: Choice) -> Moved:
+def _keeping(plan: Plan, block: Block, variant: Variant, choice: Choice, name: Hashable, turn: int) -> Moved:
     placed = [activation_decision(block.saved[i], choice, WHY) for i in variant.positions]
-    return moved(plan, [variant_decision(block.name, block.saved, variant, WHY), *placed])
+    return moved(plan, [variant_decision(block.name, block.saved, variant, WHY), *placed], name, turn)
 
 
-def _last(blocks: Sequence[Block], wanted: Callable[[Block], bool]) -> Block | None:
-    return next((block for block in reversed(blocks) if wanted(block)), None)
-
-
-def _placed(plan: Plan, values: Sequence[Any], choice: Choice) -> Moved:
-    return moved(plan, [activation_decision(value, choice, WHY) for value in values])
+def _placed(plan: Plan, values: Sequence[Any], choice: Choice, name: Hashable, turn: int) -> Moved:
+    return moved(plan, [activation_decision(value, choice, WHY) for value in values], name, turn)

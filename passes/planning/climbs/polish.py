@@ -36,7 +36,7 @@ class Climbing(Protocol):
     """A climb: its best plan so far, and how many plans it may still evaluate."""
 
     best: Plan
-    remaining: int
+    remaining: float
 
     def is_better(self, plan: Plan) -> bool:
         """Takes a plan that is faster, and tells whether it was."""

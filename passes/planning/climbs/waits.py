@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.climbs.kicks import WHY, Move, Moved, moved
+from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, WHY, Move, Moved, moved
 from mtcompile.passes.planning.ladders import Block, WaitKind, at_home_by_rank, crossing_by_size, loading, waiting
 
 _LARGEST = 2  # sizes of homes that may wait
@@ -25,7 +25,7 @@ def waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Mov
             for kind, waits_now in kinds if plan.lookahead and homes else ():
                 now = any(map(waits_now, homes))
                 if now or rank < _LARGEST:
-                    yield moved(plan, waiting(kind, homes, sizes, not now, WHY))
+                    yield moved(plan, waiting(kind, homes, sizes, not now, WHY), (nbytes, kind), LAST)
 
     return neighbours
 
@@ -41,9 +41,9 @@ def waits_together(sizes: Mapping[str, int]) -> Move:
     def neighbours(plan: Plan) -> Iterator[Moved]:
         tiers = dict(zip(homes, plan.tiers(homes), strict=True)) if plan.lookahead else {}
         waits = {home for home, tier in tiers.items() if tier == "host" and (plan.returns_late(home) or plan.frees_early(home))}
-        for span in spans:
+        for number, span in enumerate(spans):
             if waits & set(span):
-                yield moved(plan, [d for kind in kinds for d in waiting(kind, span, sizes, False, WHY)])
+                yield moved(plan, [d for kind in kinds for d in waiting(kind, span, sizes, False, WHY)], number, FIRST)
 
     return neighbours
 
@@ -55,8 +55,8 @@ def loads_late(blocks: Sequence[Block]) -> Move:
     def neighbours(plan: Plan) -> Iterator[Moved]:
         ranks = [*at_home_by_rank(plan, blocks), *crossing_by_size(plan, blocks)] if plan.lookahead else []
         for late in (True, False):  # what comes late now, first
-            for values in ranks:
+            for rank, values in enumerate(ranks):
                 if any(plan.loads_late(value.name) for value in values) == late:
-                    yield moved(plan, loading(values, not late, WHY))
+                    yield moved(plan, loading(values, not late, WHY), (rank, late), LAST)
 
     return neighbours
