@@ -307,7 +307,8 @@ def kept_positions(plan: Plan, block: Block) -> tuple[int, ...]:
     decision = plan.find("variant", block.name)
     if decision is None or decision.choice == "save":
         return () if decision is None else tuple(range(len(block.saved)))
-    return tuple([i for i, value in enumerate(block.saved) if value.name in decision.values])
+    values = frozenset(decision.values)
+    return tuple([i for i, value in enumerate(block.saved) if value.name in values])
 
 
 def activation_decision(value: fx.Node, choice: Choice, reason: str) -> Decision:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, TURNS, Move, differ, kicks
+from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, TURNS, Move, Moved, differ, kicks
 from mtcompile.passes.planning.climbs.limits import Limits, apart, limits_between, limits_in_between, parts_of
 from mtcompile.passes.planning.climbs.moves import moves
 from mtcompile.passes.planning.climbs.polish import Polish, is_worth_polishing, polish_of
@@ -33,7 +33,7 @@ _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where f
 _SEEDED = 1.012  # times the bound: climbs begin at seeds, too, above
 _FASTER = 0.999  # times the plan taken: less is not worth a climb
 _SLOWER, _IN_A_ROW = 1.005, 2  # times the plan taken: after so many slower plans in a row, lower limits gain nothing
-_SLOWS = 1.0005  # times the best plan: a move that makes it slower than that seldom helps later in a climb: once in 260 tries
+_HARMS = 1.0005  # times the best plan: a move that makes it slower than that seldom helps later in a climb: once in 260 tries
 _MUCH_SLOWER = 1.02  # times the plan taken: a plan that takes so long becomes no faster one with a little more memory
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
 _MUCH = 0.985  # times what a climb to a lower limit ends at: then a plan is polished anew
@@ -291,6 +291,13 @@ def _ended_us(climb: Climb) -> float:
     return climb.best.total_us
 
 
+class Failed(NamedTuple):
+    """The plan that a move failed to make faster, and whether it made it ``much`` slower."""
+
+    plan: Plan
+    much: bool
+
+
 @dataclass(slots=True)
 class Climb:
     """One climb up to ``limits``: the ``best`` plan so far, and how many plans it has left to evaluate."""
@@ -300,7 +307,8 @@ class Climb:
     evaluate: Callable[[Plan], Plan]
     best: Plan
     remaining: float = 0
-    slower: dict[tuple[Move, Hashable], Plan] = field(default_factory=dict)  # by kind and name: moves that made it slower
+    failed: dict[Hashable, Failed] = field(default_factory=dict)  # by kind and name of moves, and what made room for them
+    listed: dict[Move, tuple[Plan, list[Moved]]] = field(default_factory=dict)  # by kind: the moves from a plan
 
     def go_on(self, kinds: Sequence[Move], most: float) -> None:
         """Makes moves of all kinds as long as plans get faster, and no more than ``most`` plans are evaluated. Moves of a later
@@ -323,37 +331,49 @@ class Climb:
     def _moves(self, kind: Move, turn: int) -> bool:
         """Makes the first move of a kind and ``turn`` that makes the plan faster, and goes on that way: 1, 2, 4, ... such moves
         at once, as long as that helps. Tells whether any did."""
-        for moved in kind(self.best):
+        if kind not in self.listed or self.listed[kind][0] is not self.best:
+            self.listed[kind] = self.best, list(kind(self.best))
+        for moved in self.listed[kind][1]:
             if self.remaining <= 0:
                 return False
-            from_plan = self.slower.get((kind, moved.name))
-            if from_plan is self.best or turn != (moved.turn if from_plan is None else LAST):
-                continue
-            if (slower := self._tried(moved.make())) is None:
+            move = kind, moved.name
+            if self._is_due(move, moved.turn, turn) and self._tries(moved.make(), move, turn):
                 times = 1
                 while self.remaining > 0 and (farther := _repeated(kind, moved.name, self.best, times)) is not None:
-                    if not self.is_better(farther):
+                    if not self._tries(farther, move if times == 1 else None, turn):
                         break
                     times *= 2
                 return True
-            if slower > _SLOWS:
-                self.slower[kind, moved.name] = self.best
         return False
+
+    def _is_due(self, move: Hashable, first: int, turn: int) -> bool:
+        """Tells whether to make a move now: not twice from one plan, and last if it made one much slower. ``first``: its turn
+        otherwise."""
+        failed = self.failed.get(move)
+        if failed is None:
+            return first == turn
+        return failed.plan is not self.best and turn == (LAST if failed.much else first)
 
     def is_better(self, plan: Plan) -> bool:
         """Takes a plan that is faster, if need be with room made for it, and tells whether it was."""
-        return self._tried(plan) is None
+        return self._tries(plan, None, LAST)
 
-    def _tried(self, plan: Plan) -> float | None:
-        """Takes a plan that is faster, if need be with room made for it; None then. Otherwise returns how many times as long as
-        the best one it takes."""
+    def _tries(self, plan: Plan, move: Hashable, turn: int) -> bool:
+        """Does as ``is_better`` does. ``move``: what led to the plan, to be remembered if it fails."""
         before, evaluated = self.best, self._evaluated(plan)
         missing = self.limits.missing(evaluated) if evaluated.total_us < before.total_us else {}
         for tier, nbytes in itertools.islice(missing.items(), 1):
             for room in self.ways.rooms[tier]:
-                if self.best is before and self.remaining > 0 and (less := room(plan, before, nbytes)) is not None:
-                    self._evaluated(less)
-        return None if self.best is not before else evaluated.total_us / before.total_us
+                if self.best is not before or self.remaining <= 0:
+                    break
+                if self._is_due((move, room), turn, turn) and (less := room(plan, before, nbytes)) is not None:
+                    self._note((move, room), self._evaluated(less), before)
+        if self.best is before and move is not None:
+            self._note(move, evaluated, before)
+        return self.best is not before
+
+    def _note(self, move: Hashable, evaluated: Plan, before: Plan) -> None:
+        self.failed[move] = Failed(before, evaluated.total_us > _HARMS * before.total_us)
 
     def _evaluated(self, plan: Plan) -> Plan:
         """Returns the plan with its figures; it is the best from now on if it is within the limits and faster."""

@@ -49,7 +49,8 @@ def kicks(blocks: Sequence[Block], sizes: Mapping[str, int]) -> Move | None:
         for farther, count in itertools.product(_FARTHER, _WAITING):
             if (ahead := plan.lookahead + farther) <= MOST_AHEAD:
                 decisions = [each for kind in kinds for each in waiting(kind, homes[:count], sizes, True, WHY)]
-                yield moved(plan.changed(lookahead=ahead), decisions, (farther, count), FIRST)
+                farther_ahead = plan.changed(lookahead=ahead)
+                yield Moved((farther, count), FIRST, partial(farther_ahead.with_decisions, decisions))
 
     return neighbours
 
@@ -58,12 +59,7 @@ def _flipped(homes: Sequence[str], sizes: Mapping[str, int], plan: Plan) -> Iter
     """Yields plans in which one of the homes is on the other tier."""
     for home, tier in zip(homes, plan.tiers(homes), strict=True):
         other: Choice = "host" if tier == "device" else "device"
-        yield moved(plan, [Decision("params", home, other, sizes[home], WHY)], home, FIRST)
-
-
-def moved(plan: Plan, decisions: Sequence[Decision], name: Hashable, turn: int) -> Moved:
-    """Returns the plan with some decisions in place of those about the same subjects."""
-    return Moved(name, turn, partial(plan.with_decisions, decisions))
+        yield Moved(home, FIRST, partial(plan.with_decision, Decision("params", home, other, sizes[home], WHY)))
 
 
 def differ(blocks: Sequence[Block]) -> bool:

@@ -7,12 +7,12 @@ blocks has few moves.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, MOST_AHEAD, THEN, WHY, Move, Moved, differ, moved
+from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, MOST_AHEAD, THEN, WHY, Move, Moved, differ
 from mtcompile.passes.planning.climbs.waits import loads_late, waits, waits_together
 from mtcompile.passes.planning.ladders import Block, activation_decision, blocks_alike, kept_positions, variant_decision
 from mtcompile.passes.planning.variants import Variant
@@ -35,8 +35,11 @@ def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list
 def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
     """Exchanges equal homes between the device and the host, moves one, and lets one stay from the forward to the backward."""
 
+    def made(plan: Plan, kind: Any, tiers: Mapping[str, Choice]) -> Plan:
+        return plan.with_decisions([Decision(kind, home, choice, sizes[home], WHY) for home, choice in tiers.items()])
+
     def set_to(plan: Plan, kind: Any, tiers: Mapping[str, Choice], name: str, turn: int) -> Moved:
-        return moved(plan, [Decision(kind, home, choice, sizes[home], WHY) for home, choice in tiers.items()], name, turn)
+        return Moved(name, turn, partial(made, plan, kind, tiers))
 
     def neighbours(plan: Plan) -> Iterator[Moved]:
         tiers = plan.tiers(homes)
@@ -93,7 +96,7 @@ def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
                 )
                 if (other := next(others, None)) is not None:
                     turn = THEN if abs(other[1] - number) <= 1 else LAST
-                    yield _keeping(plan, other[0], variant, "device", (number, more), turn)
+                    yield Moved((number, more), turn, partial(_keeping, plan, other[0], variant, "device"))
         for which, groups in (
             ("saved", [(b, [b.saved[i] for i in positions]) for b, positions in zip(blocks, saved_now, strict=True)]),
             ("crossing", [(b, [*b.crossing, *b.others]) for b in blocks]),
@@ -101,22 +104,22 @@ def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
             at_home = [values for _, values in groups if any(plan.activation(v.name) == "host" for v in values)]
             here = [values for _, values in groups if any(plan.activation(v.name) == "device" for v in values)]
             for values in at_home[-1:]:
-                yield _placed(plan, values, "device", (which, "last"), THEN)
+                yield Moved((which, "last"), THEN, partial(_placed, plan, values, "device"))
             for values in here[:1] if host else ():
-                yield _placed(plan, values, "host", (which, "first"), LAST)
+                yield Moved((which, "first"), LAST, partial(_placed, plan, values, "host"))
         last = next((block for block, place in reversed(now) if place < len(variants) - 1), None)
         for block in dict.fromkeys((last, blocks[0])) if at_once else ():
             for number, variant in enumerate(variants):
                 if block is not None and variant.positions:
-                    yield _keeping(plan, block, variant, "host", (number, block is last, "at home"), THEN)
+                    yield Moved((number, block is last, "at home"), THEN, partial(_keeping, plan, block, variant, "host"))
 
     return neighbours
 
 
-def _keeping(plan: Plan, block: Block, variant: Variant, choice: Choice, name: Hashable, turn: int) -> Moved:
+def _keeping(plan: Plan, block: Block, variant: Variant, choice: Choice) -> Plan:
     placed = [activation_decision(block.saved[i], choice, WHY) for i in variant.positions]
-    return moved(plan, [variant_decision(block.name, block.saved, variant, WHY), *placed], name, turn)
+    return plan.with_decisions([variant_decision(block.name, block.saved, variant, WHY), *placed])
 
 
-def _placed(plan: Plan, values: Sequence[Any], choice: Choice, name: Hashable, turn: int) -> Moved:
-    return moved(plan, [activation_decision(value, choice, WHY) for value in values], name, turn)
+def _placed(plan: Plan, values: Sequence[Any], choice: Choice) -> Plan:
+    return plan.with_decisions([activation_decision(value, choice, WHY) for value in values])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+from torch import fx
 
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, WHY, Move, Moved, moved
+from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, WHY, Move, Moved
 from mtcompile.passes.planning.ladders import Block, WaitKind, at_home_by_rank, crossing_by_size, loading, waiting
 
 _LARGEST = 2  # sizes of homes that may wait
@@ -25,7 +28,7 @@ def waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Mov
             for kind, waits_now in kinds if plan.lookahead and homes else ():
                 now = any(map(waits_now, homes))
                 if now or rank < _LARGEST:
-                    yield moved(plan, waiting(kind, homes, sizes, not now, WHY), (nbytes, kind), LAST)
+                    yield Moved((nbytes, kind), LAST, partial(_waiting, plan, [kind], homes, sizes, not now))
 
     return neighbours
 
@@ -43,7 +46,7 @@ def waits_together(sizes: Mapping[str, int]) -> Move:
         waits = {home for home, tier in tiers.items() if tier == "host" and (plan.returns_late(home) or plan.frees_early(home))}
         for number, span in enumerate(spans):
             if waits & set(span):
-                yield moved(plan, [d for kind in kinds for d in waiting(kind, span, sizes, False, WHY)], number, FIRST)
+                yield Moved(number, FIRST, partial(_waiting, plan, kinds, span, sizes, False))
 
     return neighbours
 
@@ -57,6 +60,14 @@ def loads_late(blocks: Sequence[Block]) -> Move:
         for late in (True, False):  # what comes late now, first
             for rank, values in enumerate(ranks):
                 if any(plan.loads_late(value.name) for value in values) == late:
-                    yield moved(plan, loading(values, not late, WHY), (rank, late), LAST)
+                    yield Moved((rank, late), LAST, partial(_loading, plan, values, not late))
 
     return neighbours
+
+
+def _waiting(plan: Plan, kinds: Sequence[WaitKind], homes: Sequence[str], sizes: Mapping[str, int], wait: bool) -> Plan:
+    return plan.with_decisions([each for kind in kinds for each in waiting(kind, homes, sizes, wait, WHY)])
+
+
+def _loading(plan: Plan, values: Sequence[fx.Node], late: bool) -> Plan:
+    return plan.with_decisions(loading(values, late, WHY))
