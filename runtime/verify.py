@@ -42,7 +42,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from mtcompile.runtime.happens_before import Order
-from mtcompile.runtime.schedule import HOST_AWAITS, PHASES, QUEUES, TIERS, Buffer, Instruction, Queue, Schedule
+from mtcompile.runtime.schedule import HOST_AWAITS, PHASES, QUEUES, TIERS, Buffer, Instruction, Queue, Schedule, changed
 from mtcompile.runtime.verify_facts import INVARIANTS, Facts, ScheduleError, error, segments
 from mtcompile.runtime.verify_memory import consumed_once, freed, peaks_reached, slots_fit, tiers_fit
 
@@ -294,7 +294,7 @@ def _after_a_dropped_forward(schedule: Schedule, host_awaits: Collection[Queue])
         for phase in PHASES:
             place = {index: 1 + position for position, (index, _) in enumerate(schedule.phase(phase))}
             rows = [
-                each.changed(phase=PHASES[1], deps=tuple(place[d] for d in each.deps if d in place), previous_step_deps=())
+                changed(each, phase=PHASES[1], deps=tuple(place[d] for d in each.deps if d in place), previous_step_deps=())
                 for _, each in schedule.phase(phase)
             ]
             together = replace(schedule, instructions=(left, *rows), buffers=buffers, run_ahead=False)
@@ -311,11 +311,11 @@ def _runs_ahead(schedule: Schedule, host_awaits: Collection[Queue]) -> None:
     on_host = (i for i, each in schedule.phase(PHASES[1]) if each.queue == "host")
     unfinished = [i for i in on_host if not any(before(i, other) for other in last.values())]  # the others have drained
     place = {index: position for position, index in enumerate(unfinished)}
-    rows = [schedule.instructions[index].changed(phase=PHASES[0], deps=(), previous_step_deps=()) for index in unfinished]
+    rows = [changed(schedule.instructions[index], phase=PHASES[0], deps=(), previous_step_deps=()) for index in unfinished]
     following = {index: len(unfinished) + position for position, (index, _) in enumerate(schedule.phase(PHASES[0]))}
     for _, instruction in schedule.phase(PHASES[0]):
         waits = [place[dep] for dep in instruction.previous_step_deps if dep in place]
         waits += [following[dep] for dep in instruction.deps]
-        rows.append(instruction.changed(deps=tuple(sorted(waits)), previous_step_deps=()))
+        rows.append(changed(instruction, deps=tuple(sorted(waits)), previous_step_deps=()))
     facts = Facts(replace(schedule, instructions=tuple(rows), run_ahead=False))
     _race_free(facts, f"with the previous step, whose queue host comes first (#0 to #{len(unfinished) - 1})")

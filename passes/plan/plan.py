@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mtcompile.passes.plan.decisions import Choice, Decision, Decisions, Kind
-from mtcompile.runtime.frozen import copied, slots_of
-from mtcompile.runtime.schedule import gib
+from mtcompile.runtime.schedule import changed, gib
 
 FORMAT = "mtcompile-plan-2"
 NORM_COPIES = 5.0  # of a bf16 gradient, which is cast to fp32 first: 2 bytes read, 4 written, 4 read
@@ -200,7 +199,7 @@ class Plan:
     def changed(self, **changes: Any) -> Plan:
         """The same plan with other values of these fields, for searches, which make thousands. ``decisions``: must be of that
         class."""
-        return copied(self, _SLOTS, changes)
+        return changed(self, **changes)
 
     def to_json(self, indent: int | None = None) -> str:
         """The plan as text that ``plan_from_json`` reads."""
@@ -250,9 +249,6 @@ class Plan:
             nbytes = gib(sum(d.nbytes for d in alike))
             lines.append(f"  {kind:10s} {shown}{more}: {choice}{values} [{nbytes}] {reason}")
         return "\n".join(lines)
-
-
-_SLOTS = slots_of(Plan)
 
 
 def disk_traffic(read: int, written: int, days: float | None) -> str:
