@@ -292,10 +292,12 @@ def _ended_us(climb: Climb) -> float:
 
 
 class Failed(NamedTuple):
-    """The plan that a move failed to make faster, and whether it made it ``much`` slower."""
+    """The plan that a move failed to make faster, whether it made it ``much`` slower, and whether it was tried in ``part``: not
+    with all that could make room for it."""
 
     plan: Plan
     much: bool
+    part: bool = False
 
 
 @dataclass(slots=True)
@@ -347,12 +349,12 @@ class Climb:
         return False
 
     def _is_due(self, move: Hashable, first: int, turn: int) -> bool:
-        """Tells whether to make a move now: not twice from one plan, and last if it made one much slower. ``first``: its turn
-        otherwise."""
+        """Tells whether to make a move now: not twice from one plan, and last if it made one much slower, or was tried in part.
+        ``first``: its turn otherwise."""
         failed = self.failed.get(move)
-        if failed is None:
-            return first == turn
-        return failed.plan is not self.best and turn == (LAST if failed.much else first)
+        if failed is not None and failed.plan is self.best:
+            return failed.part and turn == LAST
+        return turn == (LAST if failed is not None and failed.much else first)
 
     def is_better(self, plan: Plan) -> bool:
         """Takes a plan that is faster, if need be with room made for it, and tells whether it was."""
@@ -362,18 +364,21 @@ class Climb:
         """Does as ``is_better`` does. ``move``: what led to the plan, to be remembered if it fails."""
         before, evaluated = self.best, self._evaluated(plan)
         missing = self.limits.missing(evaluated) if evaluated.total_us < before.total_us else {}
+        part = False
         for tier, nbytes in itertools.islice(missing.items(), 1):
             for room in self.ways.rooms[tier]:
                 if self.best is not before or self.remaining <= 0:
                     break
-                if self._is_due((move, room), turn, turn) and (less := room(plan, before, nbytes)) is not None:
+                if not self._is_due((move, room), turn, turn):
+                    part = True
+                elif (less := room(plan, before, nbytes)) is not None:
                     self._note((move, room), self._evaluated(less), before)
         if self.best is before and move is not None:
-            self._note(move, evaluated, before)
+            self._note(move, evaluated, before, part)
         return self.best is not before
 
-    def _note(self, move: Hashable, evaluated: Plan, before: Plan) -> None:
-        self.failed[move] = Failed(before, evaluated.total_us > _HARMS * before.total_us)
+    def _note(self, move: Hashable, evaluated: Plan, before: Plan, part: bool = False) -> None:
+        self.failed[move] = Failed(before, evaluated.total_us > _HARMS * before.total_us, part)
 
     def _evaluated(self, plan: Plan) -> Plan:
         """Returns the plan with its figures; it is the best from now on if it is within the limits and faster."""
