@@ -23,7 +23,7 @@ from mtcompile.passes.planning.linear.seeds import Within
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import regions
 
-_STARTS, _MOVES = (1.0, 0.85), (30, 18)  # of a limit: where climbs to it start; plans that they evaluate at first
+_STARTS, _MOVES = (1.0, 0.9, 0.8), (30, 18, 18)  # of a limit: where climbs to it start; plans that they evaluate at first
 _MOVES_BETWEEN = 12  # plans evaluated from one limit to the next, where these are near to each other
 _PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at most, and that times their regions
 _DIFFERING = 4 / 3  # times as many plans where most blocks differ
