@@ -373,7 +373,7 @@ class Climb:
                     part = True
                 elif (less := room(plan, before, nbytes)) is not None:
                     self._note((move, room), self._evaluated(less), before)
-        if self.best is before and move is not None:
+        if self.best is before and move is not None and self.remaining > 0:  # otherwise not all rooms may have been tried
             self._note(move, evaluated, before, part)
         return self.best is not before
 
