@@ -9,8 +9,9 @@ from math import inf
 
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.climbs.climb import Climb, ways_of
+from mtcompile.passes.planning.climbs.climb import ways_of
 from mtcompile.passes.planning.climbs.limits import Limits
+from mtcompile.passes.planning.climbs.single import Climb
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.seeds import Rounding, Rule, seed

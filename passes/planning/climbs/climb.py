@@ -1,60 +1,44 @@
-"""Climbs: plans are improved by moves (see ``moves.py``) as long as they get faster."""
+"""Climbs: the best plans up to limits, by climbs (see ``single.py``) from the frontier's plans and from seeds."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
-from typing import NamedTuple
 
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, TURNS, Move, Moved, differ, kicks
+from mtcompile.passes.planning.climbs.kicks import differ, kicks
 from mtcompile.passes.planning.climbs.limits import Limits, apart, limits_between, limits_in_between, parts_of
 from mtcompile.passes.planning.climbs.moves import moves
-from mtcompile.passes.planning.climbs.polish import Polish, is_worth_polishing, polish_of
-from mtcompile.passes.planning.climbs.room import Fill, Room, filling, rooms
+from mtcompile.passes.planning.climbs.polish import is_worth_polishing, polish_of
+from mtcompile.passes.planning.climbs.room import filling, rooms
+from mtcompile.passes.planning.climbs.single import Climb, Ways
 from mtcompile.passes.planning.frontier import Point, may_end_within, pareto
 from mtcompile.passes.planning.ladders import Block
 from mtcompile.passes.planning.linear.seeds import Within
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import regions
 
-_STARTS, _MOVES = (1.0, 0.9, 0.8), (30, 18, 18)  # of a limit: where climbs to it start; plans that they evaluate at first
-_MOVES_BETWEEN = 12  # plans evaluated from one limit to the next, where these are near to each other
-_PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at most, and that times their regions
-_DIFFERING = 4 / 3  # times as many plans where most blocks differ
+_STARTS, _MOVES = (1.0, 0.9, 0.8), (24, 15, 15)  # of a limit: where climbs to it start; plans that they evaluate at first
+_MOVES_BETWEEN = 10  # plans evaluated from one limit to the next, where these are near to each other
+_PATIENCE, _PATIENT_REGIONS = 5, 150  # times as many plans for small steps, at most, and that times their regions
+_SMALL = 4  # a step is small if _PATIENT_REGIONS is at least so many times its regions
+_DIFFERING = 5 / 3  # times as many plans where most blocks differ
 _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
 _SEEDED = 1.012  # times the bound: climbs begin at seeds, too, above
 _FASTER = 0.999  # times the plan taken: less is not worth a climb
 _SLOWER, _IN_A_ROW = 1.005, 2  # times the plan taken: after so many slower plans in a row, lower limits gain nothing
-_HARMS = 1.0005  # times the best plan: a move that makes it slower than that seldom helps later in a climb: once in 260 tries
 _MUCH_SLOWER = 1.02  # times the plan taken: a plan that takes so long becomes no faster one with a little more memory
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
 _MUCH = 0.985  # times what a climb to a lower limit ends at: then a plan is polished anew
 _BOUND_FALLS = 0.985  # times the bound of a lower limit: then moves from its plan may not lead far enough
 _POLISHED = 0.3  # of the way to the bound: polishing does not get as far
 _GAIN = 1.5  # times what the bound falls by: what climbs to limits in between may gain
-
-
-class Ways(NamedTuple):
-    """The moves of climbs, what makes room by tier for those that need it, what fills room that is left, and how many times as
-    many plans as usual they try. ``kicks``: moves to make whatever they cost, where a climb ends. ``differ``: whether most
-    blocks differ, so that few moves are shared. ``polish``: what comes last, far above the bound; None where a step is too
-    large for it."""
-
-    kinds: Sequence[Move]
-    rooms: Mapping[str, Sequence[Room]]
-    fill: Fill
-    patience: float = 1
-    kicks: Move | None = None
-    differ: bool = False
-    polish: Polish | None = None
 
 
 def climbs_of(
@@ -70,7 +54,8 @@ def climbs_of(
     with everything on the device; ``by_program``: ``bound`` and ``seeds``, for which, as for the others, see ``Climbs``."""
     ways, frontier = ways_of(problem, blocks, sizes), pareto(points)
     highest = frontier[-1].peak, *([resident] if differ(blocks) else [])
-    small = ways.patience >= _PATIENCE  # climbs of such a step evaluate many plans up to each limit, and need none in between
+    # Climbs of a small step evaluate many plans up to each limit, and need none in between.
+    small = _PATIENT_REGIONS // len(regions(problem.step)) >= _SMALL
     limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes, small)
     following = {} if small else limits_in_between(limits, max(highest))
     return Climbs(frontier, limits, following, ways, evaluate, *by_program)
@@ -235,7 +220,8 @@ class Climbs:
         return self._to_go_on(climbs, self._from_seeds(min(climbs, key=_ended_us)) if falls else [])
 
     def _from_frontier(self, limits: Limits) -> Sequence[Climb]:
-        starts = [self.reached(max(self.limits[0], int(limits.device * share))) for share in _STARTS]
+        shares = _STARTS if self.ways.differ or not self._others_follow else _STARTS[:1]  # seeds serve large steps as well
+        starts = [self.reached(max(self.limits[0], int(limits.device * share))) for share in shares]
         climbs = [Climb(limits, self.ways, self.evaluate, start) for start in {id(start): start for start in starts}.values()]
         for climb, most in zip(climbs, _MOVES, strict=False):
             climb.go_on(self.ways.kinds, most * self.ways.patience)
@@ -273,9 +259,9 @@ class Climbs:
         """Climbs on from where a climb ended, after each kick, and once more from the best of these if that helped."""
         for _ in range(_KICKED if best.best.total_us > _NEAR_BOUND * self.bound(*best.limits) else 0):
             ended = best.best
-            for moved in self.ways.kicks(ended) if self.ways.kicks is not None else ():
+            for plan in self.ways.kicks(ended) if self.ways.kicks is not None else ():
                 anew = Climb(best.limits, self.ways, self.evaluate, ended.changed(step_time_us=inf), _MOVES[-1])
-                if anew.is_better(moved.make()):
+                if anew.is_better(plan):
                     anew.go_on(self.ways.kinds, _MOVES[-1] * self.ways.patience)
                     best = min((best, anew), key=_ended_us)
             if best.best is ended:
@@ -289,110 +275,3 @@ def _us(plan: Plan) -> float:
 
 def _ended_us(climb: Climb) -> float:
     return climb.best.total_us
-
-
-class Failed(NamedTuple):
-    """The plan that a move failed to make faster, whether it made it ``much`` slower, and whether it was tried in ``part``: not
-    with all that could make room for it."""
-
-    plan: Plan
-    much: bool
-    part: bool = False
-
-
-@dataclass(slots=True)
-class Climb:
-    """One climb up to ``limits``: the ``best`` plan so far, and how many plans it has left to evaluate."""
-
-    limits: Limits
-    ways: Ways
-    evaluate: Callable[[Plan], Plan]
-    best: Plan
-    remaining: float = 0
-    failed: dict[Hashable, Failed] = field(default_factory=dict)  # by kind and name of moves, and what made room for them
-    listed: dict[Move, tuple[Plan, list[Moved]]] = field(default_factory=dict)  # by kind: the moves from a plan
-
-    def go_on(self, kinds: Sequence[Move], most: float) -> None:
-        """Makes moves of all kinds as long as plans get faster, and no more than ``most`` plans are evaluated. Moves of a later
-        turn, and at last those that did not help before, are made where no other helps."""
-        self.remaining, turn = most, FIRST
-        while self.remaining > 0 and turn in TURNS:
-            before = self.best
-            for kind in kinds:
-                while self._moves(kind, turn):
-                    pass
-            self._fill()
-            turn = turn + 1 if self.best is before else FIRST
-
-    def _fill(self) -> None:
-        """Moves as many homes to the device at once as it has room for: where steps wait for many, one alone gains nothing."""
-        unused = self.limits.device - self.best.peak_bytes["device"]
-        for plan in self.ways.fill(self.best, unused):
-            self._evaluated(plan)
-
-    def _moves(self, kind: Move, turn: int) -> bool:
-        """Makes the first move of a kind and ``turn`` that makes the plan faster, and goes on that way: 1, 2, 4, ... such moves
-        at once, as long as that helps. Tells whether any did."""
-        if kind not in self.listed or self.listed[kind][0] is not self.best:
-            self.listed[kind] = self.best, list(kind(self.best))
-        for moved in self.listed[kind][1]:
-            if self.remaining <= 0:
-                return False
-            move = kind, moved.name
-            if self._is_due(move, moved.turn, turn) and self._tries(moved.make(), move, turn):
-                times = 1
-                while self.remaining > 0 and (farther := _repeated(kind, moved.name, self.best, times)) is not None:
-                    if not self._tries(farther, move if times == 1 else None, turn):
-                        break
-                    times *= 2
-                return True
-        return False
-
-    def _is_due(self, move: Hashable, first: int, turn: int) -> bool:
-        """Tells whether to make a move now: not twice from one plan, and last if it made one much slower, or was tried in part.
-        ``first``: its turn otherwise."""
-        failed = self.failed.get(move)
-        if failed is not None and failed.plan is self.best:
-            return failed.part and turn == LAST
-        return turn == (LAST if failed is not None and failed.much else first)
-
-    def is_better(self, plan: Plan) -> bool:
-        """Takes a plan that is faster, if need be with room made for it, and tells whether it was."""
-        return self._tries(plan, None, LAST)
-
-    def _tries(self, plan: Plan, move: Hashable, turn: int) -> bool:
-        """Does as ``is_better`` does. ``move``: what led to the plan, to be remembered if it fails."""
-        before, evaluated = self.best, self._evaluated(plan)
-        missing = self.limits.missing(evaluated) if evaluated.total_us < before.total_us else {}
-        part = False
-        for tier, nbytes in itertools.islice(missing.items(), 1):
-            for room in self.ways.rooms[tier]:
-                if self.best is not before or self.remaining <= 0:
-                    break
-                if not self._is_due((move, room), turn, turn):
-                    part = True
-                elif (less := room(plan, before, nbytes)) is not None:
-                    self._note((move, room), self._evaluated(less), before)
-        if self.best is before and move is not None and self.remaining > 0:  # otherwise not all rooms may have been tried
-            self._note(move, evaluated, before, part)
-        return self.best is not before
-
-    def _note(self, move: Hashable, evaluated: Plan, before: Plan, part: bool = False) -> None:
-        self.failed[move] = Failed(before, evaluated.total_us > _HARMS * before.total_us, part)
-
-    def _evaluated(self, plan: Plan) -> Plan:
-        """Returns the plan with its figures; it is the best from now on if it is within the limits and faster."""
-        self.remaining -= 1
-        evaluated = self.evaluate(plan)
-        if evaluated.total_us < self.best.total_us and not self.limits.missing(evaluated):
-            self.best = evaluated
-        return evaluated
-
-
-def _repeated(kind: Move, name: Hashable, plan: Plan, times: int) -> Plan | None:
-    """Returns the plan after the move of a kind with that name, several times; None if it has none that often."""
-    for _ in range(times):
-        if (moved := next((moved for moved in kind(plan) if moved.name == name), None)) is None:
-            return None
-        plan = moved.make()
-    return plan

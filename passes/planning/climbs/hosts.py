@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.climbs.climb import Climb, Climbs
+from mtcompile.passes.planning.climbs.climb import Climbs
 from mtcompile.passes.planning.climbs.limits import Limits
+from mtcompile.passes.planning.climbs.single import Climb
 from mtcompile.passes.planning.frontier import Point
 from mtcompile.passes.planning.linear.seeds import Within
 from mtcompile.passes.planning.pace import impatient, with_pace

@@ -16,7 +16,7 @@ MOST_AHEAD = 4
 _ALONE = 2  # homes of equal size, at most, that no other move exchanges
 _KICKS = 6  # homes, the largest first, of which plans decide otherwise
 _FARTHER, _WAITING = (1, 2), (2, 4)  # how many regions more fetches are ahead, and how many of these homes wait then
-FIRST, THEN, LAST = TURNS = range(3)
+FIRST, THEN, LAST = TURNS = range(3)  # of moves
 
 
 class Moved(NamedTuple):
@@ -30,9 +30,10 @@ class Moved(NamedTuple):
 
 
 Move = Callable[[Plan], Iterator[Moved]]
+Kick = Callable[[Plan], Iterator[Plan]]
 
 
-def kicks(blocks: Sequence[Block], sizes: Mapping[str, int]) -> Move | None:
+def kicks(blocks: Sequence[Block], sizes: Mapping[str, int]) -> Kick | None:
     """Returns the kicks of a step. Each of its largest homes is on the other tier: the updates on the host and what the device
     computes may be equally long, so that no move about one of them makes a step faster. And fetches are farther ahead, while
     some of the largest homes wait in the backward, where they have no room then. Where most blocks are alike, other moves
@@ -44,22 +45,21 @@ def kicks(blocks: Sequence[Block], sizes: Mapping[str, int]) -> Move | None:
         return partial(_flipped, alone, sizes) if alone else None
     kinds: tuple[WaitKind, ...] = ("return", "gradients")
 
-    def neighbours(plan: Plan) -> Iterator[Moved]:
+    def neighbours(plan: Plan) -> Iterator[Plan]:
         yield from _flipped(homes, sizes, plan)
         for farther, count in itertools.product(_FARTHER, _WAITING):
             if (ahead := plan.lookahead + farther) <= MOST_AHEAD:
                 decisions = [each for kind in kinds for each in waiting(kind, homes[:count], sizes, True, WHY)]
-                farther_ahead = plan.changed(lookahead=ahead)
-                yield Moved((farther, count), FIRST, partial(farther_ahead.with_decisions, decisions))
+                yield plan.changed(lookahead=ahead).with_decisions(decisions)
 
     return neighbours
 
 
-def _flipped(homes: Sequence[str], sizes: Mapping[str, int], plan: Plan) -> Iterator[Moved]:
+def _flipped(homes: Sequence[str], sizes: Mapping[str, int], plan: Plan) -> Iterator[Plan]:
     """Yields plans in which one of the homes is on the other tier."""
     for home, tier in zip(homes, plan.tiers(homes), strict=True):
         other: Choice = "host" if tier == "device" else "device"
-        yield Moved(home, FIRST, partial(plan.with_decision, Decision("params", home, other, sizes[home], WHY)))
+        yield plan.with_decision(Decision("params", home, other, sizes[home], WHY))
 
 
 def differ(blocks: Sequence[Block]) -> bool:

@@ -1,7 +1,7 @@
 """The moves of climbs: each is another decision about equal homes or equal blocks.
 
-Of equal ones only the first and the last are tried: which of them changes matters by its place in the step, and a model of many
-blocks has few moves.
+Which of equal ones changes matters by its place in the step. Of equal homes only the first and the last are tried, and of equal
+blocks the last that keeps less and the first that keeps more: a model of many blocks has few moves.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
         here = [home for home, tier in zip(homes, tiers, strict=True) if tier == "device"]
         away = [home for home, tier in zip(homes, tiers, strict=True) if tier == "host"]
         for one, other in dict.fromkeys(((here[-1], away[0]), (here[0], away[-1]))) if here and away else ():
-            name = "last for first" if other == away[0] else "first for last"
+            name = "last for first" if (one, other) == (here[-1], away[0]) else "first for last"
             yield set_to(plan, "params", {one: "host", other: "device"}, name, FIRST)
         for home in dict.fromkeys((*away[:1], *away[-1:])):
             yield set_to(plan, "params", {home: "device"}, "first here" if home == away[0] else "last here", FIRST)
@@ -74,29 +74,27 @@ def _ahead(plan: Plan) -> Iterator[Moved]:
 
 
 def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
-    """Of equal blocks, lets the last one that keeps less than a variant keep as much, or the first one that keeps more as
-    little; sends values home or keeps them. ``at_once``: also keeps more at home: where blocks differ, a few moves cannot bring
-    there what all of them keep."""
+    """Lets one of equal blocks keep what a variant keeps: the last one that keeps less, or the first one that keeps more. Sends
+    values home, or keeps them. ``at_once``: also keeps more at home: where blocks differ, a few moves cannot bring there what
+    all of them keep."""
     variants, nbytes = blocks[0].variants, [value.meta["nbytes"] for value in blocks[0].saved]
     places = {variant.positions: place for place, variant in enumerate(variants)}
 
     def place_of(positions: tuple[int, ...]) -> float:
-        """Returns the place among the variants of what a block keeps; between two of them where it is none."""
+        """Returns the place among the variants of what a block keeps; half a place between two if no variant keeps the same."""
         if (place := places.get(positions)) is not None:
             return place
         return bisect_left(variants, sum(nbytes[i] for i in positions), key=lambda variant: variant.nbytes) - 0.5
 
     def neighbours(plan: Plan) -> Iterator[Moved]:
         saved_now = [kept_positions(plan, block) for block in blocks]
-        now = list(zip(blocks, map(place_of, saved_now), strict=True))
-        for more in (True, False):
+        now = list(zip(map(place_of, saved_now), blocks, strict=True))
+        for more, order in ((True, now[::-1]), (False, now)):
             for number, variant in enumerate(variants):
-                others = (
-                    (b, place) for b, place in (reversed(now) if more else now) if (place < number if more else place > number)
-                )
+                others = (pair for pair in order if pair[0] != number and (pair[0] < number) == more)
                 if (other := next(others, None)) is not None:
-                    turn = THEN if abs(other[1] - number) <= 1 else LAST
-                    yield Moved((number, more), turn, partial(_keeping, plan, other[0], variant, "device"))
+                    turn = THEN if abs(other[0] - number) <= 1 else LAST
+                    yield Moved((number, more), turn, partial(_keeping, plan, other[1], variant, "device"))
         for which, groups in (
             ("saved", [(b, [b.saved[i] for i in positions]) for b, positions in zip(blocks, saved_now, strict=True)]),
             ("crossing", [(b, [*b.crossing, *b.others]) for b in blocks]),
@@ -107,10 +105,10 @@ def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
                 yield Moved((which, "last"), THEN, partial(_placed, plan, values, "device"))
             for values in here[:1] if host else ():
                 yield Moved((which, "first"), LAST, partial(_placed, plan, values, "host"))
-        last = next((block for block, place in reversed(now) if place < len(variants) - 1), None)
+        last = next((block for place, block in reversed(now) if place < len(variants) - 1), blocks[0])
         for block in dict.fromkeys((last, blocks[0])) if at_once else ():
             for number, variant in enumerate(variants):
-                if block is not None and variant.positions:
+                if variant.positions:
                     yield Moved((number, block is last, "at home"), THEN, partial(_keeping, plan, block, variant, "host"))
 
     return neighbours

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import fx
@@ -56,11 +56,14 @@ def loads_late(blocks: Sequence[Block]) -> Move:
     comes late, or late that comes ahead."""
 
     def neighbours(plan: Plan) -> Iterator[Moved]:
-        ranks = [*at_home_by_rank(plan, blocks), *crossing_by_size(plan, blocks)] if plan.lookahead else []
+        together: list[tuple[Hashable, Sequence[fx.Node]]] = []
+        if plan.lookahead:
+            together += enumerate(at_home_by_rank(plan, blocks))
+            together += [(("crossing", values[0].meta["nbytes"]), values) for values in crossing_by_size(plan, blocks)]
         for late in (True, False):  # what comes late now, first
-            for rank, values in enumerate(ranks):
+            for name, values in together:
                 if any(plan.loads_late(value.name) for value in values) == late:
-                    yield Moved((rank, late), LAST, partial(_loading, plan, values, not late))
+                    yield Moved((name, late), LAST, partial(_loading, plan, values, not late))
 
     return neighbours
 

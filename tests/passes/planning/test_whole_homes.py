@@ -16,9 +16,9 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, held_nbytes
 from mtcompile.passes.plan import Decision, Updates
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.climbs.climb import Climb, Ways
 from mtcompile.passes.planning.climbs.limits import Limits
 from mtcompile.passes.planning.climbs.room import filling
+from mtcompile.passes.planning.climbs.single import Climb, Ways
 from mtcompile.passes.planning.linear import blocks
 from mtcompile.passes.planning.linear.relaxation import Relaxed
 from mtcompile.passes.planning.linear.seeds import Rounding

@@ -11,10 +11,10 @@ import pytest
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.climbs.climb import Climb, Ways, _repeated
 from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, THEN, Move, Moved
 from mtcompile.passes.planning.climbs.limits import Limits
 from mtcompile.passes.planning.climbs.moves import moves
+from mtcompile.passes.planning.climbs.single import Climb, Ways, repeated
 from mtcompile.passes.planning.ladders import blocks_alike, kept_positions
 from mtcompile.passes.planning.problem import PlanningProblem
 from tests.helpers.tracing import traced_case
@@ -33,7 +33,7 @@ def test_blocks_keep_more_or_less_one_after_the_other() -> None:
         first = alike[-1] if more else alike[0]  # what the last blocks keep waits shortest
 
         def follows(kind: Move, count: int, plan: Plan = plan, name: object = (number, more)) -> Plan | None:
-            return _repeated(kind, name, plan, count)
+            return repeated(kind, name, plan, count)
 
         def keeps(plan: Plan | None, number: int = number) -> list[bool]:
             return [plan is not None and kept_positions(plan, block) == variants[number].positions for block in alike]

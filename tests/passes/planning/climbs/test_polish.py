@@ -11,10 +11,10 @@ import pytest
 from mtcompile.passes.analysis.state import Budgets, held_nbytes
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.climbs.climb import Climb, Ways
 from mtcompile.passes.planning.climbs.limits import Limits
 from mtcompile.passes.planning.climbs.polish import Draws, is_worth_polishing, polish_of
 from mtcompile.passes.planning.climbs.room import filling, rooms
+from mtcompile.passes.planning.climbs.single import Climb, Ways
 from mtcompile.passes.planning.evaluate import evaluate, identity
 from mtcompile.passes.planning.ladders import waiting_less
 from mtcompile.passes.planning.problem import PlanningProblem

@@ -1,0 +1,139 @@
+"""One climb: a plan is improved by moves (see ``moves.py``) as long as it gets faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, TURNS, Kick, Move, Moved
+from mtcompile.passes.planning.climbs.limits import Limits
+from mtcompile.passes.planning.climbs.polish import Polish
+from mtcompile.passes.planning.climbs.room import Fill, Room
+
+_HARMS = 1.0005  # times the best plan: moves that make it slower are put off; in 260 tries, one such move helped later
+
+
+class Ways(NamedTuple):
+    """The moves of climbs, what makes room by tier for those that need it, what fills room that is left, and how many times as
+    many plans as usual they try. ``kicks``: plans to go on from where a climb ends. ``differ``: whether most
+    blocks differ, so that few moves are shared. ``polish``: what comes last, far above the bound; None where a step is too
+    large for it."""
+
+    kinds: Sequence[Move]
+    rooms: Mapping[str, Sequence[Room]]
+    fill: Fill
+    patience: float = 1
+    kicks: Kick | None = None
+    differ: bool = False
+    polish: Polish | None = None
+
+
+class Failed(NamedTuple):
+    """The plan that a move did not make faster; whether it made it slower (``harmed``); ``partly``: some of what could make
+    room for the move was put off."""
+
+    plan: Plan
+    harmed: bool
+    partly: bool = False
+
+
+@dataclass(slots=True)
+class Climb:
+    """One climb up to ``limits``: the ``best`` plan so far, and how many plans it has left to evaluate."""
+
+    limits: Limits
+    ways: Ways
+    evaluate: Callable[[Plan], Plan]
+    best: Plan
+    remaining: float = 0
+    failed: dict[Hashable, Failed] = field(default_factory=dict)  # by kind and name of a move, or by these and a room
+    listed: dict[Move, tuple[Plan, list[Moved]]] = field(default_factory=dict)  # by kind: the moves from a plan
+
+    def go_on(self, kinds: Sequence[Move], most: float) -> None:
+        """Makes moves of all kinds as long as plans get faster, and no more than ``most`` plans are evaluated. Moves of a later
+        turn, and last those that made a plan slower, are tried where no others help."""
+        self.remaining, turn = most, FIRST
+        while self.remaining > 0 and turn in TURNS:
+            before = self.best
+            for kind in kinds:
+                while self._moves(kind, turn):
+                    pass
+            if turn == FIRST:
+                self._fill()
+            turn = turn + 1 if self.best is before else FIRST
+
+    def _fill(self) -> None:
+        """Moves as many homes to the device at once as it has room for: where steps wait for many, one alone gains nothing."""
+        unused = self.limits.device - self.best.peak_bytes["device"]
+        for plan in self.ways.fill(self.best, unused):
+            self._evaluated(plan)
+
+    def _moves(self, kind: Move, turn: int) -> bool:
+        """Makes the first move of a kind and ``turn`` that makes the plan faster, and goes on that way: 1, 2, 4, ... such moves
+        at once, as long as that helps. Tells whether any did."""
+        if kind not in self.listed or self.listed[kind][0] is not self.best:
+            self.listed[kind] = self.best, list(kind(self.best))
+        for moved in self.listed[kind][1]:
+            if self.remaining <= 0:
+                return False
+            move = kind, moved.name
+            if self._is_due(move, moved.turn, turn) and self._tries(moved.make(), move, turn):
+                times = 1
+                while self.remaining > 0 and (farther := repeated(kind, moved.name, self.best, times)) is not None:
+                    if not self._tries(farther, move, turn, note=times == 1):
+                        break
+                    times *= 2
+                return True
+        return False
+
+    def _is_due(self, move: Hashable, first: int, turn: int) -> bool:
+        """Tells whether to try a move in this turn; ``first``: its own. One that made a plan slower waits for LAST. None is
+        tried twice from one plan, except in LAST if some of what makes room for it was put off."""
+        if (failed := self.failed.get(move)) is None:
+            return turn == first
+        return turn == LAST and failed.partly if failed.plan is self.best else turn == (LAST if failed.harmed else first)
+
+    def is_better(self, plan: Plan) -> bool:
+        """Takes a plan that is faster, if need be with room made for it, and tells whether it was."""
+        return self._tries(plan, None, LAST, note=False)
+
+    def _tries(self, plan: Plan, move: Hashable, turn: int, note: bool = True) -> bool:
+        """Does as ``is_better`` does. ``move``: what led to the plan; ``note``: whether to remember what fails."""
+        before, evaluated = self.best, self._evaluated(plan)
+        missing = self.limits.missing(evaluated) if evaluated.total_us < before.total_us else {}
+        tier, nbytes = next(iter(missing.items()), ("", 0))
+        partly = False
+        for room in self.ways.rooms[tier] if tier else ():
+            if self.best is not before or self.remaining <= 0:
+                break
+            if move is not None and not self._is_due((move, room), turn, turn):
+                partly = partly or self.failed[move, room].plan is not before
+            elif (less := room(plan, before, nbytes)) is not None:
+                less = self._evaluated(less)
+                if note:
+                    self._note((move, room), less, before)
+        if self.best is before and note and self.remaining > 0:  # with none left, some rooms may be untried
+            self._note(move, evaluated, before, partly)
+        return self.best is not before
+
+    def _note(self, move: Hashable, evaluated: Plan, before: Plan, partly: bool = False) -> None:
+        self.failed[move] = Failed(before, evaluated.total_us > _HARMS * before.total_us, partly)
+
+    def _evaluated(self, plan: Plan) -> Plan:
+        """Returns the plan with its figures; it is the best from now on if it is within the limits and faster."""
+        self.remaining -= 1
+        evaluated = self.evaluate(plan)
+        if evaluated.total_us < self.best.total_us and not self.limits.missing(evaluated):
+            self.best = evaluated
+        return evaluated
+
+
+def repeated(kind: Move, name: Hashable, plan: Plan, times: int) -> Plan | None:
+    """Returns the plan after the move of a kind with that name, several times; None if it has none that often."""
+    for _ in range(times):
+        if (moved := next((moved for moved in kind(plan) if moved.name == name), None)) is None:
+            return None
+        plan = moved.make()
+    return plan
