@@ -101,7 +101,7 @@ def _well_formed(schedule: Schedule) -> None:
         need(buffer.version_of in schedule.buffers, None, "{}: version_of {!r} is not in the table", name, buffer.version_of)
         old = schedule.buffers[buffer.version_of]
         alike = (old.kind, old.tier, old.nbytes) == (buffer.kind, buffer.tier, buffer.nbytes)
-        need(alike and buffer.kind == "home", None, "expected {} to be a home alike its old version, found {}", name, old.name)
+        need(alike and buffer.kind == "home", None, "expected {} to be a home like its old version, found {}", name, old.name)
         versions[old.name] = versions.get(old.name, 0) + 1
         few = not old.version_of and versions[old.name] <= 2
         need(few, None, "expected one next version of {}, or two, found {} too", old.name, name)

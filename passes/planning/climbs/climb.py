@@ -22,11 +22,10 @@ from mtcompile.passes.planning.linear.seeds import Within
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import regions
 
-_STARTS, _MOVES = (1.0, 0.9, 0.8), (24, 15, 15)  # of a limit: where climbs to it start; plans that they evaluate at first
-_MOVES_BETWEEN = 10  # plans evaluated from one limit to the next, where these are near to each other
-_PATIENCE, _PATIENT_REGIONS = 5, 150  # times as many plans for small steps, at most, and that times their regions
-_SMALL = 4  # a step is small if _PATIENT_REGIONS is at least so many times its regions
-_DIFFERING = 5 / 3  # times as many plans where most blocks differ
+_STARTS, _MOVES = (1.0, 0.9, 0.8), (30, 18, 18)  # of a limit: where climbs to it start; plans that they evaluate at first
+_MOVES_BETWEEN = 12  # plans evaluated from one limit to the next, where these are near to each other
+_PATIENCE, _PATIENT_REGIONS = 4, 150  # times as many plans for small steps, at most, and that times their regions
+_DIFFERING = 4 / 3  # times as many plans where most blocks differ
 _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
@@ -55,7 +54,7 @@ def climbs_of(
     ways, frontier = ways_of(problem, blocks, sizes), pareto(points)
     highest = frontier[-1].peak, *([resident] if differ(blocks) else [])
     # Climbs of a small step evaluate many plans up to each limit, and need none in between.
-    small = _PATIENT_REGIONS // len(regions(problem.step)) >= _SMALL
+    small = _PATIENT_REGIONS // len(regions(problem.step)) >= _PATIENCE
     limits = limits_between(frontier[0].peak, highest, problem.machine.device_nbytes, small)
     following = {} if small else limits_in_between(limits, max(highest))
     return Climbs(frontier, limits, following, ways, evaluate, *by_program)

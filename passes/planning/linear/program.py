@@ -104,9 +104,9 @@ class Program:
         like: Solution | None = None,
     ) -> tuple[Solution, Sequence[Row]]:
         """Solves the program without the rows of tiers that have no budget, with some variables ``fixed``. ``like``: a solution
-        for the same tiers to begin at, if it has as many rows. Returns the solution and the rows, whose prices are its
-        last ones; where variables are alike, rows that say the same are one, and sums may be missing (0). Raises Infeasible. No
-        variable and no row may be added any more."""
+        for the same tiers to begin at; it is left out if its program had another number of rows. Returns the solution and the
+        rows, whose prices are its last ones; where variables are alike, rows that say the same are one, and sums may be missing
+        (0). Raises Infeasible. No variable and no row may be added any more."""
         prepared, limits = self._within(budgets, counted)
         bounds = prepared.bounds.copy()
         for variable, value in fixed.items():

@@ -82,10 +82,9 @@ class Solve(Protocol):
 class Relaxation:
     """The linear program of a problem: a function that solves it for a limit in bytes per tier (None: no limit) and raises
     Infeasible. ``decided``: homes that are on the device (True) or on the host. ``ahead``: how many blocks ahead prefetches are
-    in memory, beside what must be there; the optimum bounds all plans only if it is 0. ``like``: an optimum for the same tiers,
-    from which it is not far to this one. ``again``: False leaves out the room for what backwards make
-    again; ``inside``: False leaves out all that a block's work needs only while it runs, of which other forms of the step need
-    less.
+    in memory, beside what must be there; the optimum bounds all plans only if it is 0. ``like``: an optimum for the same tiers
+    and similar limits, to begin at. ``again``: False leaves out the room for what backwards make again; ``inside``: False
+    leaves out all that a block's work needs only while it runs, of which other forms of the step need less.
 
     ``_built``: by whether the optimum is to be a bound; ``_known``: optima, with what each began at, whose identity is in its
     key."""
@@ -202,7 +201,7 @@ class Bounds:
         self.solve = Relaxation(problem, blocks, costs)
         self._last: dict[bool, Relaxed] = {}  # by whether the host had no limit
         self._known: dict[tuple[int, int | None], float] = {}  # µs by bytes of the device and the host
-        self._outside: dict[object, Relaxed] = {}  # by limits; the last one last
+        self._outside: dict[object, Relaxed] = {}  # by limits, as they were asked for
 
     def us(self, limits: Mapping[str, int | None], inside: bool = True) -> float:
         """The µs of the fastest plan that could be within ``limits``; infinite if there can be none, 0 without a solver.
@@ -214,7 +213,7 @@ class Bounds:
 
     def _without_insides(self, limits: Mapping[str, int | None]) -> Relaxed:
         if (key := tuple(limits.items())) not in self._outside:
-            last = next(reversed(self._outside.values()), None)  # each begins at the one before: only its µs are told
+            last = next(reversed(self._outside.values()), None)  # of several optima, any will do: only their µs are used
             self._outside[key] = self.solve(limits, inside=False, like=last)
         return self._outside[key]
 

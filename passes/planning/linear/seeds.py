@@ -148,7 +148,8 @@ class Within(NamedTuple):
             for tries in range(1, _TRIES + 1):
                 try:
                     near = self.solve(within, ahead=ahead, like=near)
-                    first = near if tries == 1 else first
+                    if tries == 1:
+                        first = near
                     plan = evaluate(self._rounded(within, base, near))
                 except Infeasible:
                     break

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.plan import Plan
+from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, THEN, Move, Moved
 from mtcompile.passes.planning.climbs.limits import Limits
@@ -94,3 +94,34 @@ def test_what_made_no_room_for_a_move_does_so_again_last(room_helps: bool) -> No
     climb.go_on([kind], 60)
     assert climb.best.span == 4 and climb.best.pooled == room_helps and not climb.limits.missing(climb.best)
     assert made == ([0] if room_helps else [0, 4])
+
+
+def test_moves_of_a_kind_have_names_of_their_own() -> None:
+    problem = PlanningProblem(traced_case("llama").step, MACHINES[1], Budgets(updates=WAYS["behind the forward"]))
+    candidates, several = Candidates(problem), 0
+    lean, resident = candidates._by_density[0][0], candidates.resident.plan
+    homes = list(candidates.open_params)
+    one_away = [resident.with_decision(Decision("params", home, "host", 0, "alone")) for home in homes]
+    for kind in moves(candidates.blocks, candidates.open_params, True):
+        for plan in (lean, resident, *one_away):
+            names = [moved.name for moved in kind(plan)]
+            assert len(set(names)) == len(names)
+            several = max(several, len(names))
+    assert several > 4
+
+
+def test_plans_that_no_move_led_to_try_all_that_makes_room() -> None:
+    made: list[int] = []
+
+    def room(plan: Plan, before: Plan, missing: int) -> Plan:
+        made.append(plan.span)
+        return plan.changed(lookahead=1)  # which is much slower
+
+    def evaluate(plan: Plan) -> Plan:
+        nbytes = 0 if plan.lookahead or not plan.span else 8
+        return plan.changed(step_time_us=100.0 - plan.span + 50.0 * plan.lookahead, peak_bytes={"device": nbytes, "host": 0})
+
+    climb = Climb(Limits(1), Ways([], {"device": [room, room]}, lambda plan, unused: iter(())), evaluate, evaluate(Plan()), 60)
+    for span in (1, 2, 3):
+        assert not climb.is_better(Plan(span=span))
+    assert made == [1, 1, 2, 2, 3, 3]
