@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -9,7 +10,7 @@ from functools import partial
 import pytest
 
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.plan import Choice, Decision, Decisions, Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, THEN, Move, Moved
 from mtcompile.passes.planning.climbs.limits import Limits
@@ -21,6 +22,7 @@ from tests.helpers.tracing import traced_case
 from tests.passes.planning.drawn_plans import MACHINES, WAYS
 
 _PEAKS = {"device": 0, "host": 0}
+_TIERS: tuple[Choice, Choice] = "device", "host"
 
 
 def test_blocks_keep_more_or_less_one_after_the_other() -> None:
@@ -98,16 +100,18 @@ def test_what_made_no_room_for_a_move_does_so_again_last(room_helps: bool) -> No
 
 def test_moves_of_a_kind_have_names_of_their_own() -> None:
     problem = PlanningProblem(traced_case("llama").step, MACHINES[1], Budgets(updates=WAYS["behind the forward"]))
-    candidates, several = Candidates(problem), 0
-    lean, resident = candidates._by_density[0][0], candidates.resident.plan
-    homes = list(candidates.open_params)
-    one_away = [resident.with_decision(Decision("params", home, "host", 0, "alone")) for home in homes]
+    candidates = Candidates(problem)
     for kind in moves(candidates.blocks, candidates.open_params, True):
-        for plan in (lean, resident, *one_away):
-            names = [moved.name for moved in kind(plan)]
-            assert len(set(names)) == len(names)
-            several = max(several, len(names))
-    assert several > 4
+        for plan in (candidates._by_density[0][0], candidates.resident.plan):
+            assert max(Counter(moved.name for moved in kind(plan)).values(), default=1) == 1
+    equal, exchanges = ["a", "b", "c"], 0
+    kind = moves([], dict.fromkeys(equal, 8), False)[0]
+    for tiers in itertools.product(_TIERS, repeat=len(equal)):
+        plan = Plan(Decisions(Decision("params", home, tier, 8, "") for home, tier in zip(equal, tiers, strict=True)))
+        names = Counter(moved.name for moved in kind(plan))
+        exchanges += names["last for first"] + names["first for last"]
+        assert max(names.values()) == 1
+    assert exchanges == 2 * 6  # of all plans, six have homes on both tiers
 
 
 def test_plans_that_no_move_led_to_try_all_that_makes_room() -> None:
