@@ -82,9 +82,9 @@ def peak(schedule: Schedule) -> dict[str, int]:
 
 
 def _well_formed(schedule: Schedule) -> None:
-    def need(condition: bool, index: int | None, message: str, *found: object) -> None:
+    def need(condition: bool, index: int | None, message: str, *named: object) -> None:
         if not condition:
-            raise error(schedule, "I0", index, message.format(*found))
+            raise error(schedule, "I0", index, message.format(*named))
 
     for table in (schedule.arena_nbytes, schedule.resident_nbytes, schedule.budget_nbytes, schedule.peak_nbytes):
         for tier, nbytes in table.items():

@@ -67,7 +67,7 @@ class QuickCandidates(Candidates):
             climb = Climb(limits, ways, lambda plan: self._paced(plan).plan, plan, _CLIMBED)
             for above in plans if plan not in plans else ():
                 climb.is_better(above)
-            climb.go_on(ways.kinds, _CLIMBED)
+            climb.go_on(_CLIMBED)
             yield climb.best
 
     def _leanest_on_device(self, device: int | None) -> list[Candidate]:

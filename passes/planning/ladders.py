@@ -316,6 +316,12 @@ def activation_decision(value: fx.Node, choice: Choice, reason: str) -> Decision
     return Decision("activation", value.name, choice, value.meta["nbytes"], reason)
 
 
+def keeping(block: Block, variant: Variant, tier: Choice, reason: str) -> list[Decision]:
+    """Returns the decisions to keep, of what a block saves, what a variant does, all of it on one tier."""
+    placed = [activation_decision(block.saved[i], tier, reason) for i in variant.positions]
+    return [variant_decision(block.name, block.saved, variant, reason), *placed]
+
+
 def _stay_upgrade(values: tuple[fx.Node, ...], machine: Machine, order: tuple[int, ...]) -> list[_Upgrade]:
     if not values:
         return []

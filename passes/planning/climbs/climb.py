@@ -165,7 +165,7 @@ class Climbs:
             return plan
         if (serving := self._polished_for(limits.device)) != limits.device:
             climb = Climb(limits, self.ways, self.evaluate, min(plan, self._plan(serving), key=_us))
-            climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
+            climb.go_on(_MOVES_BETWEEN * self.ways.patience)
             return climb.best
         place = bisect_left(self.limits, limits.device)
         starts = plan, *map(self._climbed, self.limits[max(0, place - 1) : place])  # the next limit below may lead farther
@@ -213,7 +213,7 @@ class Climbs:
             starts = [self._plan(below) if start is self._climbed(below) else start for start in starts]
         climbs = [Climb(limits, self.ways, self.evaluate, start) for start in starts]
         for climb in climbs:
-            climb.go_on(self.ways.kinds, _MOVES_BETWEEN * self.ways.patience)
+            climb.go_on(_MOVES_BETWEEN * self.ways.patience)
         lower = self.limits[bisect_right(self.limits, limits.device) - 1]
         falls = self.bound(*limits) <= _BOUND_FALLS * self.bound(lower, None)
         return self._to_go_on(climbs, self._from_seeds(min(climbs, key=_ended_us)) if falls else [])
@@ -223,15 +223,15 @@ class Climbs:
         starts = [self.reached(max(self.limits[0], int(limits.device * share))) for share in shares]
         climbs = [Climb(limits, self.ways, self.evaluate, start) for start in {id(start): start for start in starts}.values()]
         for climb, most in zip(climbs, _MOVES, strict=False):
-            climb.go_on(self.ways.kinds, most * self.ways.patience)
+            climb.go_on(most * self.ways.patience)
         best = min(climbs, key=_ended_us)
         climbs = self._to_go_on([best], self._from_seeds(best))
         many = _MANY if self.ways.differ else 1
         for climb in climbs:
-            climb.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
+            climb.go_on(_MOVES[0] * self.ways.patience * many)  # one that began lower may be on its way
         best = self._kicked(fastest := min(climbs, key=_ended_us))
         if best.best.total_us > _FAR * self.bound(*limits) and self.ways.differ:
-            best.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience * _MANY_FAR)
+            best.go_on(_MOVES[0] * self.ways.patience * _MANY_FAR)
         return [best if climb is fastest else climb for climb in climbs]
 
     def _to_go_on(self, climbs: Sequence[Climb], seeded: Sequence[Climb]) -> list[Climb]:
@@ -251,7 +251,7 @@ class Climbs:
         fastest = {plan.lookahead: plan for plan in within}.values()
         climbs = [Climb(best.limits, self.ways, self.evaluate, plan) for plan in fastest]
         for climb in climbs:
-            climb.go_on(self.ways.kinds, _MOVES[0] * self.ways.patience)
+            climb.go_on(_MOVES[0] * self.ways.patience)
         return climbs
 
     def _kicked(self, best: Climb) -> Climb:
@@ -261,7 +261,7 @@ class Climbs:
             for plan in self.ways.kicks(ended) if self.ways.kicks is not None else ():
                 anew = Climb(best.limits, self.ways, self.evaluate, ended.changed(step_time_us=inf), _MOVES[-1])
                 if anew.is_better(plan):
-                    anew.go_on(self.ways.kinds, _MOVES[-1] * self.ways.patience)
+                    anew.go_on(_MOVES[-1] * self.ways.patience)
                     best = min((best, anew), key=_ended_us)
             if best.best is ended:
                 break

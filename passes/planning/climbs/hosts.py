@@ -132,7 +132,7 @@ class HostClimbs:
             if climb.is_better(start):
                 best = [min((*best, climb), key=lambda climb: climb.best.total_us)]
         for climb in best:
-            climb.go_on(ways.kinds, _MOVES * ways.patience)
+            climb.go_on(_MOVES * ways.patience)
         return best[0].best if best else None
 
     def _allowed(self, plan: Plan, limits: Limits) -> Plan:

@@ -14,7 +14,7 @@ from typing import Any
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, MOST_AHEAD, THEN, WHY, Move, Moved, differ
 from mtcompile.passes.planning.climbs.waits import loads_late, waits, waits_together
-from mtcompile.passes.planning.ladders import Block, activation_decision, blocks_alike, kept_positions, variant_decision
+from mtcompile.passes.planning.ladders import Block, activation_decision, blocks_alike, keeping, kept_positions
 from mtcompile.passes.planning.variants import Variant
 
 
@@ -35,11 +35,11 @@ def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list
 def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
     """Exchanges equal homes between the device and the host, moves one, and lets one stay from the forward to the backward."""
 
-    def made(plan: Plan, kind: Any, tiers: Mapping[str, Choice]) -> Plan:
+    def decided(plan: Plan, kind: Any, tiers: Mapping[str, Choice]) -> Plan:
         return plan.with_decisions([Decision(kind, home, choice, sizes[home], WHY) for home, choice in tiers.items()])
 
     def set_to(plan: Plan, kind: Any, tiers: Mapping[str, Choice], name: str, turn: int) -> Moved:
-        return Moved(name, turn, partial(made, plan, kind, tiers))
+        return Moved(name, turn, partial(decided, plan, kind, tiers))
 
     def neighbours(plan: Plan) -> Iterator[Moved]:
         tiers = plan.tiers(homes)
@@ -96,11 +96,11 @@ def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
                     turn = THEN if abs(other[0] - number) <= 1 else LAST
                     yield Moved((number, more), turn, partial(_keeping, plan, other[1], variant, "device"))
         for which, groups in (
-            ("saved", [(b, [b.saved[i] for i in positions]) for b, positions in zip(blocks, saved_now, strict=True)]),
-            ("crossing", [(b, [*b.crossing, *b.others]) for b in blocks]),
+            ("saved", [[b.saved[i] for i in positions] for b, positions in zip(blocks, saved_now, strict=True)]),
+            ("crossing", [[*b.crossing, *b.others] for b in blocks]),
         ):
-            at_home = [values for _, values in groups if any(plan.activation(v.name) == "host" for v in values)]
-            here = [values for _, values in groups if any(plan.activation(v.name) == "device" for v in values)]
+            at_home = [values for values in groups if any(plan.activation(v.name) == "host" for v in values)]
+            here = [values for values in groups if any(plan.activation(v.name) == "device" for v in values)]
             for values in at_home[-1:]:
                 yield Moved((which, "last"), THEN, partial(_placed, plan, values, "device"))
             for values in here[:1] if host else ():
@@ -115,8 +115,7 @@ def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
 
 
 def _keeping(plan: Plan, block: Block, variant: Variant, choice: Choice) -> Plan:
-    placed = [activation_decision(block.saved[i], choice, WHY) for i in variant.positions]
-    return plan.with_decisions([variant_decision(block.name, block.saved, variant, WHY), *placed])
+    return plan.with_decisions(keeping(block, variant, choice, WHY))
 
 
 def _placed(plan: Plan, values: Sequence[Any], choice: Choice) -> Plan:

@@ -17,6 +17,7 @@ from mtcompile.passes.planning.ladders import (
     WaitKind,
     activation_decision,
     blocks_alike,
+    keeping,
     kept_positions,
     variant_decision,
     waiting,
@@ -134,8 +135,7 @@ class Draws:
             return None
         variant, decisions = self._any(blocks[0].variants), list[Decision]()
         for block in blocks:
-            decisions.append(variant_decision(block.name, block.saved, variant, WHY))
-            decisions += [activation_decision(block.saved[i], tier, WHY) for i in variant.positions]
+            decisions += keeping(block, variant, tier, WHY)
         return plan.with_decisions(decisions)
 
     def _like_another(self, plan: Plan) -> Plan | None:

@@ -17,9 +17,8 @@ _HARMS = 1.0005  # times the best plan: moves that make it slower are put off; i
 
 class Ways(NamedTuple):
     """The moves of climbs, what makes room by tier for those that need it, what fills room that is left, and how many times as
-    many plans as usual they try. ``kicks``: plans to go on from where a climb ends. ``differ``: whether most
-    blocks differ, so that few moves are shared. ``polish``: what comes last, far above the bound; None where a step is too
-    large for it."""
+    many plans as usual they try. ``kicks``: plans to go on from where a climb ends. ``differ``: whether most blocks differ, so
+    that few moves are shared. ``polish``: what comes last, far above the bound; None where a step is too large for it."""
 
     kinds: Sequence[Move]
     rooms: Mapping[str, Sequence[Room]]
@@ -51,13 +50,13 @@ class Climb:
     failed: dict[Hashable, Failed] = field(default_factory=dict)  # by kind and name of a move, or by these and a room
     listed: dict[Move, tuple[Plan, list[Moved]]] = field(default_factory=dict)  # by kind: the moves from a plan
 
-    def go_on(self, kinds: Sequence[Move], most: float) -> None:
+    def go_on(self, most: float) -> None:
         """Makes moves of all kinds as long as plans get faster, and no more than ``most`` plans are evaluated. Moves of a later
         turn, and last those that made a plan slower, are tried where no others help."""
         self.remaining, turn = most, FIRST
         while self.remaining > 0 and turn in TURNS:
             before = self.best
-            for kind in kinds:
+            for kind in self.ways.kinds:
                 while self._moves(kind, turn):
                     pass
             if turn == FIRST:
@@ -93,7 +92,9 @@ class Climb:
         tried twice from one plan, except in LAST if some of what makes room for it was put off."""
         if (failed := self.failed.get(move)) is None:
             return turn == first
-        return turn == LAST and failed.partly if failed.plan is self.best else turn == (LAST if failed.harmed else first)
+        if failed.plan is self.best:
+            return turn == LAST and failed.partly
+        return turn == (LAST if failed.harmed else first)
 
     def is_better(self, plan: Plan) -> bool:
         """Takes a plan that is faster, if need be with room made for it, and tells whether it was."""

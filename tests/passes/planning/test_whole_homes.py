@@ -157,7 +157,7 @@ def test_climbs_fill_the_room_that_is_left_with_homes() -> None:
         lambda p: candidates._paced(p).plan,
         first,
     )
-    climb.go_on([], 10)
+    climb.go_on(10)
     on_device = climb.best.tiers(homes[0]).count("device")
     assert climb.best.total_us < first.total_us and on_device == 5
     assert not list(filling(*homes)(climb.best, 0))

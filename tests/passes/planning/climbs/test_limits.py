@@ -127,7 +127,7 @@ def test_a_slower_plan_leads_on_to_the_next_limit_too(monkeypatch: pytest.Monkey
     """The climb from the frontier ends at 120 µs, that from a seed at 119: with more memory, at 100 and at 118."""
     ends = {1000: {150.0: 120.0, 130.0: 119.0}, 1500: {120.0: 100.0, 119.0: 118.0}}
 
-    def go_on(climb: Climb, kinds: object, most: int) -> None:
+    def go_on(climb: Climb, most: int) -> None:
         ended_us = ends[climb.limits.device].get(climb.best.total_us, climb.best.total_us)
         climb.best = plan_of(ended_us)
 

@@ -65,7 +65,7 @@ def test_a_move_that_did_harm_is_made_again_where_nothing_else_helps() -> None:
         return plan.changed(step_time_us=us, peak_bytes=_PEAKS)
 
     climb = Climb(Limits(1), Ways([kind], {}, lambda plan, unused: iter(())), evaluate, evaluate(Plan()))
-    climb.go_on([kind], 60)
+    climb.go_on(60)
     last = climb.best.span
     assert last == 8 and climb.remaining > 0
     times = Counter(tried)
@@ -93,7 +93,7 @@ def test_what_made_no_room_for_a_move_does_so_again_last(room_helps: bool) -> No
         return plan.changed(step_time_us=us, peak_bytes={"device": nbytes, "host": 0})
 
     climb = Climb(Limits(1), Ways([kind], {"device": [room]}, lambda plan, unused: iter(())), evaluate, evaluate(Plan()))
-    climb.go_on([kind], 60)
+    climb.go_on(60)
     assert climb.best.span == 4 and climb.best.pooled == room_helps and not climb.limits.missing(climb.best)
     assert made == ([0] if room_helps else [0, 4])
 
