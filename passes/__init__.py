@@ -60,9 +60,9 @@ def rewrite(step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModu
     step = copy_step(step)
     for transform in PIPELINE:
         step = transform(step, plan)
-        step.graph.lint()
         if after is not None:
             after(transform.__name__, step)
+    step.graph.lint()
     step.recompile()
     return step
 

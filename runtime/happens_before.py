@@ -33,9 +33,9 @@ class Order:
                 before = self._complete[newest[mine]] if newest[mine] >= 0 else [-1] * len(QUEUES)
                 complete = [earlier if early else barrier for earlier, early in zip(before, at_once)]
             for earlier in (newest[self._queue[index]], *instruction.deps):
-                if earlier > barrier:
+                if earlier > barrier and complete[queue := self._queue[earlier]] < earlier:  # else all before it is known, too
                     complete = list(map(max, complete, self._complete[earlier]))
-                    complete[self._queue[earlier]] = max(complete[self._queue[earlier]], earlier)
+                    complete[queue] = earlier
             self._complete.append(complete)
             newest[self._queue[index]] = index
 

@@ -42,8 +42,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from mtcompile.runtime.happens_before import Order
-from mtcompile.runtime.schedule import HOST_AWAITS, PHASES, QUEUES, TIERS, Buffer, Instruction, Queue, Schedule, changed
-from mtcompile.runtime.verify_facts import INVARIANTS, Facts, ScheduleError, error, segments
+from mtcompile.runtime.schedule import HOST_AWAITS, HOST_QUEUES, PHASES, QUEUES, TIERS, Buffer, Phase, Queue, Schedule, changed
+from mtcompile.runtime.verify_facts import INVARIANTS, Before, Facts, Pieces, ScheduleError, error
 from mtcompile.runtime.verify_memory import consumed_once, freed, peaks_reached, slots_fit, tiers_fit
 
 __all__ = ["INVARIANTS", "ScheduleError", "peak", "verify"]
@@ -67,13 +67,13 @@ def verify(schedule: Schedule, host_awaits: Collection[Queue] = HOST_AWAITS) -> 
     _well_formed(schedule)
     facts = Facts(schedule, host_awaits)
     _present(facts)
-    _race_free(facts)
+    _race_free(schedule, facts.before, facts.pieces)
     slots_fit(facts)
     tiers_fit(facts)
     freed(facts)
     consumed_once(facts)
     _after_a_dropped_forward(schedule, host_awaits)
-    _runs_ahead(schedule, host_awaits)
+    _runs_ahead(facts)
 
 
 def peak(schedule: Schedule) -> dict[str, int]:
@@ -243,12 +243,11 @@ def _allocated(facts: Facts, index: int, buffer: Buffer) -> None:
             raise facts.error("I1", index, f"{buffer.name} is used, but #{free} may have freed it; free it later")
 
 
-def _race_free(facts: Facts, where: str = "") -> None:
+def _race_free(schedule: Schedule, before: Before, pieces: Pieces, where: str = "") -> None:
     """Proves I2. As ≺ agrees with list order and is transitive, comparing each access with the latest ones covers all."""
-    pieces = segments(facts.schedule)
     wrote: dict[tuple[str, int], int] = {}
     reading: dict[tuple[str, int], dict[str, int]] = {}  # since the last write; the latest of each queue stands for all
-    for index, instruction in enumerate(facts.schedule.instructions):
+    for index, instruction in enumerate(schedule.instructions):
         rivals: set[int] = set()
         for name in instruction.reads:
             for piece in pieces[name]:
@@ -260,11 +259,11 @@ def _race_free(facts: Facts, where: str = "") -> None:
                 rivals.update(reading.pop(piece, {}).values())
                 wrote[piece] = index
         for rival in sorted(rivals - {-1, index}):
-            if not facts.before(rival, index):
-                names = ", ".join(_common(facts.schedule, rival, index))
+            if not before(rival, index):
+                names = ", ".join(_common(schedule, rival, index))
                 what = f"expected #{rival} complete first, found it unordered: both use {names}; wait for it"
                 what += f" ({where})" if where else ""
-                raise facts.error("I2", index, what)
+                raise error(schedule, "I2", index, what)
 
 
 def _common(schedule: Schedule, a: int, b: int) -> Iterator[str]:
@@ -281,35 +280,41 @@ def _after_a_dropped_forward(schedule: Schedule, host_awaits: Collection[Queue])
     """Proves I2 between each phase and the copies that a forward of any program may have left in flight: they write, and read,
     all of the host arena, and read what is at home there or on disk. Copies to homes are not left: the caller may read these
     at once."""
-    arena = Buffer("the host arena", "of another step", "host", "placed", schedule.arena_nbytes.get("host", 0), "state", 0)
-    homes = [b for b in schedule.buffers.values() if b.kind == "home" and not b.version_of]
-    buffers = {**schedule.buffers, arena.name: arena}
     for queue, pairs in COPIES.items():
-        if queue in host_awaits:  # for all other queues, the earlier phase has ended
+        read, written = ({pair[side] for pair in pairs} - {"device"} for side in (0, 1))
+        if queue in host_awaits or not (read or written):  # of all other queues, the earlier phase has ended
             continue
-        tiers = {read for read, _ in pairs} - {"device"}
-        reads = ((arena.name,) if "host" in tiers else ()) + tuple(home.name for home in homes if home.tier in tiers)
-        writes = (arena.name,) if any(written == "host" for _, written in pairs) else ()
-        left = Instruction("run", queue, PHASES[0], reads=reads, writes=writes, label="left in flight")
-        for phase in PHASES:
-            place = {index: 1 + position for position, (index, _) in enumerate(schedule.phase(phase))}
-            rows = [
-                changed(each, phase=PHASES[1], deps=tuple(place[d] for d in each.deps if d in place), previous_step_deps=())
-                for _, each in schedule.phase(phase)
-            ]
-            together = replace(schedule, instructions=(left, *rows), buffers=buffers, run_ahead=False)
-            _race_free(Facts(together, host_awaits), f"#0: copies on {queue} that a dropped forward left in flight")
+        for index in (index for phase in PHASES for index in _not_after(schedule, phase, queue)):
+            instruction = schedule.instructions[index]
+            for name in (*instruction.reads, *instruction.writes):
+                buffer, writes = schedule.buffers[name], name in instruction.writes
+                in_arena, at_home = (buffer.tier, buffer.kind) == ("host", "placed"), buffer.kind == "home"
+                if (in_arena and "host" in written) or (writes and (in_arena or at_home) and buffer.tier in read):
+                    what = f"expected copies on {queue} that a dropped forward left in flight complete first, found them unordered"
+                    raise error(schedule, "I2", index, f"{what}: they may use the bytes of {name}; wait for them")
 
 
-def _runs_ahead(schedule: Schedule, host_awaits: Collection[Queue]) -> None:
+def _not_after(schedule: Schedule, phase: Phase, queue: Queue) -> Iterator[int]:
+    """Yields the instructions of a phase that may start before what an earlier phase left on a queue has completed, where the
+    host does not await that."""
+    after, newest = set[int](), dict[Queue, int]()
+    for index, instruction in schedule.phase(phase):
+        mine = instruction.queue
+        if mine not in HOST_QUEUES or mine == queue or newest.get(mine) in after or not after.isdisjoint(instruction.deps):
+            after.add(index)
+        else:
+            yield index
+        newest[mine] = index
+
+
+def _runs_ahead(facts: Facts) -> None:
     """Proves I1 and I2 between what a backward leaves on queue host and the next forward: the two as one phase, in which
     the forward's waits on the previous step are waits like any others."""
-    if not schedule.run_ahead:
+    if not (schedule := facts.schedule).run_ahead:
         return
-    before = Order(schedule, host_awaits).before
     last = {each.queue: i for i, each in schedule.phase(PHASES[1]) if each.queue != "host"}
     on_host = (i for i, each in schedule.phase(PHASES[1]) if each.queue == "host")
-    unfinished = [i for i in on_host if not any(before(i, other) for other in last.values())]  # the others have drained
+    unfinished = [i for i in on_host if not any(facts.before(i, other) for other in last.values())]  # the others have drained
     place = {index: position for position, index in enumerate(unfinished)}
     rows = [changed(schedule.instructions[index], phase=PHASES[0], deps=(), previous_step_deps=()) for index in unfinished]
     following = {index: len(unfinished) + position for position, (index, _) in enumerate(schedule.phase(PHASES[0]))}
@@ -317,5 +322,6 @@ def _runs_ahead(schedule: Schedule, host_awaits: Collection[Queue]) -> None:
         waits = [place[dep] for dep in instruction.previous_step_deps if dep in place]
         waits += [following[dep] for dep in instruction.deps]
         rows.append(changed(instruction, deps=tuple(sorted(waits)), previous_step_deps=()))
-    facts = Facts(replace(schedule, instructions=tuple(rows), run_ahead=False))
-    _race_free(facts, f"with the previous step, whose queue host comes first (#0 to #{len(unfinished) - 1})")
+    together = replace(schedule, instructions=tuple(rows), run_ahead=False)
+    where = f"with the previous step, whose queue host comes first (#0 to #{len(unfinished) - 1})"
+    _race_free(together, Order(together).before, facts.pieces, where)

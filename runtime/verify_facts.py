@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from mtcompile.runtime.happens_before import Order
 from mtcompile.runtime.schedule import HOST_AWAITS, TIERS, Buffer, Queue, Schedule, instruction_text
 
 INVARIANTS = {"I0": "well formed", "I1": "present", "I2": "race-free", "I3": "fits", "I4": "closed"}
 CONTEXT_LINES = 10
+
+Before = Callable[[int, int], bool]  # before(a, b): a ≺ b
+Pieces = Mapping[str, Sequence[tuple[str, int]]]  # by buffer (see ``segments``)
 
 
 class ScheduleError(ValueError):
@@ -25,15 +28,17 @@ class ScheduleError(ValueError):
 
 
 class Facts:
-    """Answers what the checks ask: ≺, and which instructions allocate, free, write and read each buffer, in list order."""
+    """Answers what the checks ask: ≺, which instructions allocate, free, write and read each buffer, in list order, and the
+    pieces that buffers share."""
 
-    __slots__ = ("allocs", "before", "frees", "readers", "schedule", "writers")
+    __slots__ = ("allocs", "before", "frees", "pieces", "readers", "schedule", "writers")
 
     def __init__(self, schedule: Schedule, host_awaits: Collection[Queue] = HOST_AWAITS) -> None:
         self.schedule = schedule
         tables: list[dict[str, list[int]]] = [{name: [] for name in schedule.buffers} for _ in range(4)]
         self.allocs, self.frees, self.writers, self.readers = tables
-        self.before = Order(schedule, host_awaits).before  # before(a, b): a ≺ b
+        self.before: Before = Order(schedule, host_awaits).before
+        self.pieces: Pieces = segments(schedule)
         for index, instruction in enumerate(schedule.instructions):
             table = {"alloc": self.allocs, "free": self.frees}.get(instruction.op, self.writers)
             for name in instruction.writes:

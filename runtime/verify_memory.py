@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from mtcompile.runtime.schedule import ALIGNMENT, BLOCK, TIERS, Buffer, Instruction, Schedule, gib
-from mtcompile.runtime.verify_facts import Facts, segments
+from mtcompile.runtime.verify_facts import Facts
 
 
 def peaks_reached(schedule: Schedule) -> dict[str, tuple[int, int | None]]:
@@ -34,7 +34,6 @@ def peaks_reached(schedule: Schedule) -> dict[str, tuple[int, int | None]]:
 def slots_fit(facts: Facts) -> None:
     schedule = facts.schedule
     lives: dict[tuple[str, int], list[str]] = {}
-    pieces = segments(schedule)
     for name in sorted((n for n in facts.allocs if facts.allocs[n]), key=lambda n: facts.allocs[n][0]):
         buffer, index = schedule.buffers[name], facts.allocs[name][0]
         if buffer.offset is None:
@@ -45,7 +44,7 @@ def slots_fit(facts: Facts) -> None:
         if buffer.offset < 0 or buffer.offset + buffer.nbytes > arena:
             place = f"{name} at {buffer.offset} .. {buffer.offset + buffer.nbytes}"
             raise facts.error("I3", index, f"expected slots within the {buffer.tier} arena of {arena} B, found {place}")
-        for piece in pieces[name]:
+        for piece in facts.pieces[name]:
             lives.setdefault(piece, []).append(name)
     for names in lives.values():
         for earlier, later in pairwise(names):

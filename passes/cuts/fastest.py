@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import tee
 
 from mtcompile.passes.cuts.bounds import is_small
 from mtcompile.passes.cuts.compare import Comparison, rows_of
@@ -39,30 +40,12 @@ def _compared(comparison: Comparison[S]) -> Comparison[S]:
     for (fragments, embeddings), begins in dict.fromkeys(((now, allowed.begins), (last, allowed.begins), (last, UNCUT.begins))):
         rows = None if embeddings == "auto" and comparison.is_resident(first) else forms.in_rows(first, embeddings)
         takes_all = rows is None or forms.may_take_all_rows(first, rows)
-        chains = list(chains_of_forms(allowed, first.form, possible_cuts(forms.captured, fragments, begins)[1:]))
         comparison.hurries = allowed.in_fragments or fragments != allowed.fragments
-        if comparison.lead is not None:  # those that differ most from what was compared: then most others need no search
-            chains.reverse()
-
-        def chain(finer: list[Form], taken: str | None) -> Iterator[S]:
-            for form in finer:
-                if comparison.is_too_fine(form):
-                    return
-                if not comparison.has_room_for(form):
-                    continue
-                step = first if form == first.form else forms.cut(form)
-                if step is not None and taken is not None:
-                    step = forms.in_rows(step, taken)
-                if step is not None:
-                    yield step
-                elif form.cut == UNCUT:  # there is nothing more to cut
-                    return
-
         kinds = [(first, None)] * takes_all + ([] if rows is None else [(rows, embeddings)])
         if not may_be_resident(replace(first.candidates.problem, budgets=forms.limits)):
             kinds.reverse()  # few rows are likely to be faster
-        finer = [each for each in chains if each != [first.form]]
-        comparison.compare([(coarsest, [chain(each, taken) for each in finer]) for coarsest, taken in kinds])
+        finer = tee(_finer_forms(comparison, fragments, begins, comparison.lead is not None), len(kinds))
+        comparison.compare([(form, _chains(comparison, each, taken)) for (form, taken), each in zip(kinds, finer, strict=True)])
         if comparison.lead is not None and (comparison.is_near or not allowed.compares_last):
             break
         if comparison.lead is None and not comparison.could_fit():
@@ -71,3 +54,33 @@ def _compared(comparison: Comparison[S]) -> Comparison[S]:
     if not comparison.fitting:
         comparison.plan_unlikely()
     return comparison
+
+
+def _finer_forms(comparison: Comparison[S], fragments: str | None, begins: int, compared: bool) -> Iterator[list[Form]]:
+    """Yields chains of finer and finer forms; finds them when the first is asked for. Where some forms are ``compared``, those
+    that differ most from these come first: then most others need no search."""
+    forms, first = comparison.forms, comparison.forms.first
+    cuts = possible_cuts(forms.captured, fragments, begins)[1:]
+    chains = [each for each in chains_of_forms(comparison.allowed, first.form, cuts) if each != [first.form]]
+    yield from reversed(chains) if compared else chains
+
+
+def _chains(comparison: Comparison[S], finer: Iterable[list[Form]], taken: str | None) -> Iterator[Iterator[S]]:
+    """Yields the steps of each chain, made when they are asked for. ``taken``: the embeddings of which they take few rows."""
+    return (_made(comparison, chain, taken) for chain in finer)
+
+
+def _made(comparison: Comparison[S], finer: Iterable[Form], taken: str | None) -> Iterator[S]:
+    forms, first = comparison.forms, comparison.forms.first
+    for form in finer:
+        if comparison.is_too_fine(form):
+            return
+        if not comparison.has_room_for(form):
+            continue
+        step = first if form == first.form else forms.cut(form)
+        if step is not None and taken is not None:
+            step = forms.in_rows(step, taken)
+        if step is not None:
+            yield step
+        elif form.cut == UNCUT:  # there is nothing more to cut
+            return

@@ -31,7 +31,8 @@ _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
 _SEEDED = 1.012  # times the bound: climbs begin at seeds, too, above
 _FASTER = 0.999  # times the plan taken: less is not worth a climb
-_SLOWER, _IN_A_ROW = 1.005, 2  # times the plan taken: after so many slower plans in a row, lower limits gain nothing
+# Of how far the plan taken is above the bound of the highest limit: plans of lower limits are no nearer to their own bounds.
+_NEARER, _NEARER_SMALL = 0.65, 0.55  # and for small steps
 _MUCH_SLOWER = 1.02  # times the plan taken: a plan that takes so long becomes no faster one with a little more memory
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
 _MUCH = 0.985  # times what a climb to a lower limit ends at: then a plan is polished anew
@@ -104,15 +105,26 @@ class Climbs:
                 return True
             return may_end_within(start, host, lambda: self.bound(limit, host))
 
-        slower = 0  # than the plan taken: plans in a row
+        highest_us: float | None = None  # the bound of the highest limit
         for limit in self._falling(device, begins):
-            if self.bound(limit, host) >= _FASTER * taken.total_us or slower == _IN_A_ROW:
+            if (bound_us := self.bound(limit, host)) >= _FASTER * taken.total_us:
+                break
+            highest_us = bound_us if highest_us is None else highest_us
+            if self._too_near_bound(taken.total_us, self.bound(self._begun_at(limit), host), highest_us):
                 break
             if not self._gains_little(limit, taken.total_us):
-                taken = min((taken, *fitting(plan := self._plan_if(limit, taken.total_us))), key=_us)
-                if limit not in self._following:
-                    slower = slower + 1 if self._is_slower(plan, limit, _SLOWER * taken.total_us) else 0
+                taken = min((taken, *fitting(self._plan_if(limit, taken.total_us))), key=_us)
         return taken
+
+    def _begun_at(self, limit: int) -> int:
+        """Returns the limit itself if it follows none; the last one below that follows none, where its climbs began."""
+        return self.limits[bisect_right(self.limits, limit) - 1] if limit in self._following else limit
+
+    def _too_near_bound(self, us: float, bound_us: float, highest_us: float) -> bool:
+        """Tells whether a plan that is faster than some ``us`` would have to be much nearer to the bound of its limit than these
+        are to that of the highest one, ``highest_us``."""
+        nearer = _NEARER if self._others_follow else _NEARER_SMALL
+        return (us - bound_us) * highest_us < nearer * (us - highest_us) * bound_us
 
     def _falling(self, device: int | None, begins: Callable[[int], bool]) -> Iterator[int]:
         """Yields the limits within ``device`` bytes to which climbs may begin, the largest first, with more of them where

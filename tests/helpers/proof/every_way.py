@@ -28,6 +28,7 @@ def equal_in_every_way(traced: Traced, whole: Traced | None = None) -> Iterator[
 
         def after(name: str, step: fx.GraphModule) -> None:
             nonlocal moves
+            step.graph.lint()
             moves |= name == "offload_gradients"
             if not moves:
                 return
