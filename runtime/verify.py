@@ -290,7 +290,9 @@ def _after_a_dropped_forward(schedule: Schedule, host_awaits: Collection[Queue])
                 buffer, writes = schedule.buffers[name], name in instruction.writes
                 in_arena, at_home = (buffer.tier, buffer.kind) == ("host", "placed"), buffer.kind == "home"
                 if (in_arena and "host" in written) or (writes and (in_arena or at_home) and buffer.tier in read):
-                    what = f"expected copies on {queue} that a dropped forward left in flight complete first, found them unordered"
+                    what = (
+                        f"expected copies on {queue} that a dropped forward left in flight complete first, found them unordered"
+                    )
                     raise error(schedule, "I2", index, f"{what}: they may use the bytes of {name}; wait for them")
 
 

@@ -23,7 +23,17 @@ from mtcompile.passes.planning.evaluate import completed, evaluate, exact, faste
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.lean import lean_plans, lean_starts, leanest_within, slower_than_some
 from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
-from mtcompile.passes.planning.frontier import Point, ample, choose, fits, fits_host, frontiers, missing_nbytes, undominated
+from mtcompile.passes.planning.frontier import (
+    Point,
+    ample,
+    by_time,
+    choose,
+    fits,
+    fits_host,
+    frontiers,
+    missing_nbytes,
+    undominated,
+)
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
 from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.relaxation import Bounds, faster_than_resident
@@ -262,12 +272,8 @@ class Candidates:
     def _uncast(self, budgets: Budgets) -> tuple[list[Point], Candidate, list[Plan]]:
         """Returns points, the fastest plan at or between them or of climbs, before the host casts anything, and all plans of
         climbs that fit. Raises DoesNotFit and _Stale."""
-        points = self._points_for(budgets)
-        chosen = [choose(points, within, lambda plan: self._paced(plan).plan, budgets) for within in frontiers(self._points)]
-        candidate = self._again(min(chosen, key=lambda one: (one.time_us, one.peak)))
-        if (climbs := self._climbs()) is None:
-            return points, candidate, []
-        improved = list[Plan]()
+        points, climbs, improved = self._points_for(budgets), self._climbs(), list[Plan]()
+        candidate = self._again(min((each for each in points if fits(each.plan, budgets)), key=by_time))
 
         def fitting(plan: Plan) -> list[Plan]:
             less = impatient(plan) if budgets.host is not None else None
@@ -275,8 +281,11 @@ class Candidates:
             improved.extend(fit := [one for one in varied if fits(one, budgets) and one.total_us >= plan.total_us])
             return fit
 
-        plan = climbs.best(budgets.device, candidate.plan, fitting, budgets.host)
-        if budgets.host is not None:  # none of these is faster than what needs more of the host: that may fit
+        plan = candidate.plan if climbs is None else climbs.best(budgets.device, candidate.plan, fitting, budgets.host)
+        for within in frontiers(self._points):
+            between = choose(points, within, lambda plan: self._paced(plan).plan, budgets, plan.total_us)
+            plan = min((plan, self._again(between).plan), key=lambda one: one.total_us)
+        if climbs is not None and budgets.host is not None:  # none is faster than what needs more of the host: that may fit
             plan = self._climbs_on_hosts(climbs).best(budgets.device, budgets.host, plan)
         return points, candidate if plan is candidate.plan else self.evaluate(plan), improved
 

@@ -153,9 +153,13 @@ def _neighbours_on_ladders(points: Iterable[Point]) -> list[tuple[Point, Point]]
     return pairs
 
 
-def choose(points: list[Point], within: Frontier, evaluate: Callable[[Plan], Plan], budgets: Budgets) -> Point:
+def by_time(point: Point) -> tuple[float, int]:
+    return point.time_us, point.peak
+
+
+def choose(points: list[Point], within: Frontier, evaluate: Callable[[Plan], Plan], budgets: Budgets, us: float = inf) -> Point:
     """Returns the point that these budgets take: the fastest of ``points`` that fits, or a better one on the way from the last
-    of a frontier that fits the device to the next one.
+    of a frontier that fits the device to the next one, as long as it may take less than ``us``.
 
     Ladders that cross the gap between these two have plans that were not evaluated yet. Each round evaluates some of them and
     narrows the gap. So that a larger budget is never slower, a round depends only on the ends of its gap, and its plans count
@@ -166,7 +170,7 @@ def choose(points: list[Point], within: Frontier, evaluate: Callable[[Plan], Pla
     for _ in range(ROUNDS):
         reached = sum(budgets.device is None or point.peak <= budgets.device for point in frontier)
         ends = frontier[max(0, reached - 1) : reached + 1]
-        if reached == 0 or len(ends) < 2 or not fits_host(ends[1], budgets):
+        if reached == 0 or len(ends) < 2 or not fits_host(ends[1], budgets) or us <= ends[1].time_us:
             break
         tried = []
         for low, high in _crossing(evaluated, *ends):
@@ -181,7 +185,7 @@ def choose(points: list[Point], within: Frontier, evaluate: Callable[[Plan], Pla
         inside = [p for p in tried if low.peak < p.peak < high.peak and high.time_us <= p.time_us <= low.time_us]
         fitting += [point for point in inside if fits(point.plan, budgets)]
         frontier = frontier_within([*ends, *inside], within.host).points
-    return min(fitting, key=lambda point: (point.time_us, point.peak))
+    return min(fitting, key=by_time)
 
 
 def _crossing(points: list[Point], fitting: Point, following: Point) -> list[tuple[Point, Point]]:

@@ -30,9 +30,13 @@ _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
 _SEEDED = 1.012  # times the bound: climbs begin at seeds, too, above
+_SHORT, _PROMISING = 0.25, 1.4  # of a climb from a seed: it ends there if it is so much farther above the bound than the other
+_FAR_SEEDED = 1.03  # times the bound: not where the other one is above
+_LEADS_ON = 1.01  # times the fastest plan: a slower one does not lead farther
 _FASTER = 0.999  # times the plan taken: less is not worth a climb
 # Of how far the plan taken is above the bound of the highest limit: plans of lower limits are no nearer to their own bounds.
-_NEARER, _NEARER_SMALL = 0.65, 0.55  # and for small steps
+_NEARER, _NEARER_SMALL = 0.65, 0.55  # and of small steps
+_STEEPLY = 1.06  # times the bound of a limit, where climbs to it begin: that tells nothing of it
 _MUCH_SLOWER = 1.02  # times the plan taken: a plan that takes so long becomes no faster one with a little more memory
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
 _MUCH = 0.985  # times what a climb to a lower limit ends at: then a plan is polished anew
@@ -109,20 +113,25 @@ class Climbs:
         for limit in self._falling(device, begins):
             if (bound_us := self.bound(limit, host)) >= _FASTER * taken.total_us:
                 break
-            highest_us = bound_us if highest_us is None else highest_us
-            if self._too_near_bound(taken.total_us, self.bound(self._begun_at(limit), host), highest_us):
+            if highest_us is None:
+                highest_us = bound_us
+            elif self._needs_too_good_a_plan(taken.total_us, self._begun_us(limit, host), highest_us):
+                if limit in self._following:  # where it begins is asked last
+                    continue
                 break
             if not self._gains_little(limit, taken.total_us):
                 taken = min((taken, *fitting(self._plan_if(limit, taken.total_us))), key=_us)
         return taken
 
-    def _begun_at(self, limit: int) -> int:
-        """Returns the limit itself if it follows none; the last one below that follows none, where its climbs began."""
-        return self.limits[bisect_right(self.limits, limit) - 1] if limit in self._following else limit
+    def _begun_us(self, limit: int, host: int | None) -> float:
+        """Returns the bound where climbs to a limit begin, at the last one that follows none; its own where that is much
+        lower."""
+        begun_us, bound_us = self.bound(self.limits[bisect_right(self.limits, limit) - 1], host), self.bound(limit, host)
+        return bound_us if begun_us > _STEEPLY * bound_us else begun_us
 
-    def _too_near_bound(self, us: float, bound_us: float, highest_us: float) -> bool:
-        """Tells whether a plan that is faster than some ``us`` would have to be much nearer to the bound of its limit than these
-        are to that of the highest one, ``highest_us``."""
+    def _needs_too_good_a_plan(self, us: float, bound_us: float, highest_us: float) -> bool:
+        """Tells whether a plan that is faster than some ``us`` would have to be much nearer to the bound of its limit,
+        ``bound_us``, than these are to that of the highest one, ``highest_us``."""
         nearer = _NEARER if self._others_follow else _NEARER_SMALL
         return (us - bound_us) * highest_us < nearer * (us - highest_us) * bound_us
 
@@ -247,11 +256,14 @@ class Climbs:
         return [best if climb is fastest else climb for climb in climbs]
 
     def _to_go_on(self, climbs: Sequence[Climb], seeded: Sequence[Climb]) -> list[Climb]:
-        """Returns the climbs to go on with: for limits that others follow, the first and the fastest of the others."""
+        """Returns the climbs to go on with: for limits that others follow, the first and the fastest of the others, but none
+        that ended much slower."""
         first, *others = *climbs, *seeded
+        fastest = min((first, *others), key=_ended_us)
         if not self._others_follow:
-            return [min((first, *others), key=_ended_us)]
-        return [first, *([min(others, key=_ended_us)] if others else [])]
+            return [fastest]
+        both = [first, *([min(others, key=_ended_us)] if others else [])]
+        return [climb for climb in both if self.ways.differ or _ended_us(climb) <= _LEADS_ON * _ended_us(fastest)]
 
     def _from_seeds(self, best: Climb) -> list[Climb]:
         """Returns climbs from seeds, where the best of the others ends far above its bound: from the fastest seed for each
@@ -262,9 +274,17 @@ class Climbs:
         within = sorted((plan for plan in plans if not best.limits.missing(plan)), key=lambda plan: -plan.total_us)
         fastest = {plan.lookahead: plan for plan in within}.values()
         climbs = [Climb(best.limits, self.ways, self.evaluate, plan) for plan in fastest]
-        for climb in climbs:
-            climb.go_on(_MOVES[0] * self.ways.patience)
+        for most in (_SHORT, 1 - _SHORT):
+            for climb in climbs:
+                climb.go_on(most * _MOVES[0] * self.ways.patience)
+            climbs = [climb for climb in climbs if self._may_catch_up(climb, best)]
         return climbs
+
+    def _may_catch_up(self, climb: Climb, best: Climb) -> bool:
+        """Tells whether a climb, so far, is not much farther above the bound than another one, or that is far above it, too."""
+        bound_us = self.bound(*best.limits)
+        far = self.ways.differ or best.best.total_us > _FAR_SEEDED * bound_us
+        return far or _ended_us(climb) - bound_us < _PROMISING * (_ended_us(best) - bound_us)
 
     def _kicked(self, best: Climb) -> Climb:
         """Climbs on from where a climb ended, after each kick, and once more from the best of these if that helped."""

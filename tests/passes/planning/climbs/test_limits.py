@@ -16,7 +16,7 @@ from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.climbs import climb as climb_module
 from mtcompile.passes.planning.climbs.climb import Climbs
-from mtcompile.passes.planning.climbs.limits import apart, limits_in_between, parts_of
+from mtcompile.passes.planning.climbs.limits import Limits, apart, limits_in_between, parts_of
 from mtcompile.passes.planning.climbs.single import Climb, Ways
 from mtcompile.passes.planning.frontier import Point
 from mtcompile.passes.planning.problem import PlanningProblem
@@ -80,19 +80,35 @@ def test_limits_are_finer_where_the_bound_falls_steeply_and_the_same_whatever_wa
 
 
 @pytest.mark.parametrize(
-    ("times", "bound_us", "climbed"),
+    ("times", "bounds", "climbed"),
     [
-        ({1000: 60.0, 2000: 130.0, 3000: 125.0, 4000: 120.0}, 100.0, [4000, 3000, 2000]),
-        ({1000: 60.0, 2000: 130.0, 3000: 120.5, 4000: 120.0}, 100.0, [4000, 3000, 2000, 1000]),
-        ({1000: 110.0, 2000: 130.0, 3000: 125.0, 4000: 120.0}, 10.0, [4000, 3000, 2000, 1000]),
-        ({1000: 115.0, 2000: 130.0, 3000: 125.0, 4000: 120.0}, 119.9, [4000]),
+        ({1000: 60.0, 2000: 130.0, 3000: 125.0, 4000: 120.0}, (100.0, 100.0, 100.0, 100.0), [4000, 3000, 2000, 1000]),
+        ({1000: 60.0, 2000: 130.0, 3000: 125.0, 4000: 120.0}, (109.0, 108.5, 107.5, 100.0), [4000, 3000]),
+        ({1000: 60.0, 2000: 130.0, 3000: 112.0, 4000: 120.0}, (106.0, 105.0, 104.0, 100.0), [4000, 3000, 2000]),
+        ({1000: 115.0, 2000: 130.0, 3000: 125.0, 4000: 120.0}, (119.9, 119.9, 119.9, 119.9), [4000]),
+        ({1000: 60.0, 2000: 130.0, 3000: 125.0, 4000: 120.0}, (0.0, 0.0, 0.0, 0.0), [4000, 3000, 2000, 1000]),
     ],
-    ids=["slower twice in a row", "slower once", "far above the bound", "near the bound"],
+    ids=["memory gains nothing", "memory gains much", "a faster plan at a lower limit", "near the bound", "no bound is known"],
 )
-def test_lower_limits_are_left_out_where_plans_of_several_are_slower(
-    times: dict[int, float], bound_us: float, climbed: list[int], monkeypatch: pytest.MonkeyPatch
+def test_limits_whose_plans_would_have_to_be_much_nearer_to_their_bounds_are_left_out(
+    times: dict[int, float], bounds: Sequence[float], climbed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert limits_asked(times, {}, lambda device, host: bound_us, monkeypatch) == climbed
+    """Than 0.55 of how near the plan taken is to the bound of the highest limit: 120 is 20 % above 100, and 11 % above 108."""
+    by_limit = dict(zip(times, bounds, strict=True))
+    monkeypatch.setattr(climb_module, "parts_of", lambda low, high: 1)
+    assert limits_asked(times, {}, lambda device, host: by_limit[device], monkeypatch) == climbed
+
+
+@pytest.mark.parametrize(
+    ("begun_us", "climbed"), [(102.0, [2000, 1000, 1500]), (105.0, [2000]), (107.0, [2000, 1000, 1500])], ids=str
+)
+def test_limits_that_follow_are_left_out_as_that_where_they_begin_except_where_the_bound_falls_steeply(
+    begun_us: float, climbed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {1000: 112.0, 1500: 110.5, 2000: 110.0}
+    bounds = {1000: begun_us, 1500: 100.5, 2000: 100.0}
+    monkeypatch.setattr(climb_module, "parts_of", lambda low, high: 1)
+    assert limits_asked(times, {1500: 1000}, lambda device, host: bounds[device], monkeypatch) == climbed
 
 
 @pytest.mark.parametrize(("steep", "climbed"), [(0.0, [2000, 1000]), (20.0, [2000, 1000, 1500])], ids=["flat", "steep"])
@@ -147,6 +163,33 @@ def test_a_slower_plan_leads_on_to_the_next_limit_too(monkeypatch: pytest.Monkey
 
     assert fastest_us(90.0, 1000) == 119.0 and fastest_us(90.0, 1500) == 100.0
     assert fastest_us(119.5, 1000) == 120.0  # so near the bound that there are no seeds
+
+
+@pytest.mark.parametrize(
+    ("seeded_us", "first_us", "differ", "most"),
+    [
+        (102.7, 102.0, False, [15.0, 45.0]),
+        (102.9, 102.0, False, [15.0]),
+        (130.0, 103.1, False, [15.0, 45.0]),
+        (130.0, 102.0, True, [15.0, 45.0]),
+    ],
+    ids=["near", "much farther from the bound", "both are far", "blocks differ"],
+)
+def test_climbs_from_seeds_end_early_where_they_are_much_farther_above_the_bound(
+    seeded_us: float, first_us: float, differ: bool, most: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated = list[float]()
+    monkeypatch.setattr(Climb, "go_on", lambda climb, most: evaluated.append(most))
+    seed = Plan(step_time_us=seeded_us, peak_bytes={"device": 900})
+    seeds: Any = SimpleNamespace(plans=lambda limits, evaluate: [seed])
+    ways = Ways([], {}, lambda plan, unused: iter(()), patience=2, differ=differ)
+    climbs = Climbs([], [1000], {1500: 1000}, ways, lambda plan: plan, lambda device, host: 100.0, seeds)
+    first = Climb(Limits(1000), ways, climbs.evaluate, Plan(step_time_us=first_us, peak_bytes={"device": 900}))
+    seeded = climbs._from_seeds(first)
+    assert evaluated == most and bool(seeded) == (len(most) > 1)
+    if seeded:
+        slower = 1.01 * first_us < seeded_us
+        assert climbs._to_go_on([first], seeded) == [first, *([] if slower and not differ else seeded)]
 
 
 def limits_asked(
