@@ -10,10 +10,10 @@ caller owns throughout the backward. Slots lie within the arena, so they tell wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from mtcompile.runtime.schedule import PHASES, TIERS, Schedule, Tier, aligned, placed
+from mtcompile.runtime.schedule import PHASES, TIERS, Schedule, Tier, aligned, changed, placed
 
 Place = Literal["slot", "pooled", "workspace", "tangent"]
 
@@ -67,7 +67,7 @@ def walk(schedule: Schedule, tier: Tier = "device") -> Iterator[Usage]:
     for change in changes(schedule):
         if change.tier == tier:
             field = fields[change.place]
-            usage = replace(usage, index=change.instruction, **{field: getattr(usage, field) + change.nbytes})
+            usage = changed(usage, index=change.instruction, **{field: getattr(usage, field) + change.nbytes})
             yield usage
 
 

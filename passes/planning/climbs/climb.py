@@ -30,9 +30,9 @@ _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
 _SEEDED = 1.012  # times the bound: climbs begin at seeds, too, above
-_SHORT, _PROMISING = 0.25, 1.4  # of a climb from a seed: it ends there if it is so much farther above the bound than the other
+_SHORT, _PROMISING = 0.5, 1.6  # of a climb from a seed: it ends there if it is so much farther above the bound than the other
 _FAR_SEEDED = 1.03  # times the bound: not where the other one is above
-_LEADS_ON = 1.01  # times the fastest plan: a slower one does not lead farther
+_LEADS_ON = 1.02  # times the fastest plan: a slower one does not lead farther
 _FASTER = 0.999  # times the plan taken: less is not worth a climb
 # Of how far the plan taken is above the bound of the highest limit: plans of lower limits are no nearer to their own bounds.
 _NEARER, _NEARER_SMALL = 0.65, 0.55  # and of small steps
