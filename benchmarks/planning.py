@@ -3,6 +3,7 @@
     python -m benchmarks.planning --json out.json
     python -m benchmarks.planning --growth --json out.json    # against blocks, experts and layers of a block
     python -m benchmarks.planning --growth experts            # against those alone
+    python -m benchmarks.planning --budgets --json out.json   # more budgets in a process that planned the model before
 
 Seconds are of the processor, of all threads, with the import of torch: other work on the machine changes them less.
 """
@@ -14,6 +15,7 @@ import json
 import multiprocessing
 import os
 import resource
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -39,6 +41,12 @@ CASES: dict[str, dict[str, Any]] = {
         "update": "backward",
     },
 }
+FURTHER: dict[str, Any] = {
+    **{"model": "qwen2.5-7b", "batch": 8, "machine": "h100-sxm", "precision": "bf16-master32"},
+    **{"update": "backward", "run_ahead": True},
+}
+FIRST = "40GiB"
+BUDGETS = ("33GiB", "55GiB", "70GiB", None, "60GiB", "45GiB", "36GiB", "50GiB", "30GiB", "38GiB", "28GiB", "20GiB")
 WIDTH = 2048
 GROWTH = {"blocks": (8, 16, 32, 64, 128), "experts": (8, 16, 32, 64, 128), "layers of a block": (4, 8, 16, 32)}
 
@@ -108,6 +116,23 @@ def measured_growth(what: str, count: int) -> dict[str, Any]:
     return {"what": what, "count": count, **row}
 
 
+def measured_budgets() -> list[dict[str, Any]]:
+    """Processor seconds of the first budget, with the import of torch, and of each further one, from an empty cache."""
+    import mtcompile
+
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MT_CACHE"] = folder
+        for budget in (FIRST, *BUDGETS):
+            before = time.process_time() if rows else 0.0
+            forecast = mtcompile.plan(**FURTHER, memory=budget)
+            seconds = time.process_time() - before
+            assert forecast.certificate is not None
+            times = {"step_time_us": forecast.step_time_us, "bound_us": forecast.certificate.bound_us}
+            rows.append({"budget": budget or "all", "further": bool(rows), "processor_s": seconds, **times})
+    return rows
+
+
 def _half(count: int, what: str) -> int:
     """Half of the bytes of the weights, gradients and AdamW's state, and 2 GB."""
     layers = 4 * count if what == "blocks" else 8 * count
@@ -149,10 +174,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be repeated")
     parser.add_argument("--growth", nargs="*", metavar="WHAT", help=f"made-up models with more and more {', '.join(GROWTH)}")
+    parser.add_argument("--budgets", action="store_true", help="further budgets of one model")
     parser.add_argument("--json", type=Path, help="where the raw results go")
     options = parser.parse_args()
     if unknown := set(options.growth or ()) - set(GROWTH):
         parser.error(f"expected --growth among {', '.join(GROWTH)}, found {', '.join(unknown)}")
+    if options.budgets:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            rows = pool.apply(measured_budgets)
+        for row in rows:
+            gap = row["step_time_us"] / row["bound_us"] - 1
+            print(f"{row['budget']:6s} {row['processor_s']:.2f} s, {gap:.1%} above the bound")
+        further = [row["processor_s"] for row in rows if row["further"]]
+        print(f"further budgets: median {statistics.median(further):.2f} s, at most {max(further):.2f} s")
+        save(options.json, {"case": FURTHER, "rows": rows})
+        return
     if options.growth is not None:
         tasks = [(measured_growth, (what, count)) for what in options.growth or GROWTH for count in GROWTH[what]]
     else:
@@ -162,8 +198,12 @@ def main() -> None:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             rows.append(pool.apply(task, arguments))
         print(line(rows[-1]), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps({"about": about(), "rows": rows}, indent=1))
+        save(options.json, {"rows": rows})
+
+
+def save(path: Path | None, results: dict[str, Any]) -> None:
+    if path:
+        path.write_text(json.dumps({"about": about(), **results}, indent=1))
 
 
 if __name__ == "__main__":

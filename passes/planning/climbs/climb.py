@@ -34,8 +34,9 @@ _SHORT, _PROMISING = 0.5, 1.6  # of a climb from a seed: it ends there if it is 
 _FAR_SEEDED = 1.03  # times the bound: not where the other one is above
 _LEADS_ON = 1.02  # times the fastest plan: a slower one does not lead farther
 _FASTER = 0.999  # times the plan taken: less is not worth a climb
-# Of how far the plan taken is above the bound of the highest limit: plans of lower limits are no nearer to their own bounds.
-_NEARER, _NEARER_SMALL = 0.65, 0.55  # and of small steps
+# A plan of a lower limit is seldom nearer to its bound than the plan taken is to that of the highest limit by more than this,
+# and this share of the latter; by a larger share where steps are small.
+_NEARER, _NEARER_SHARE, _NEARER_SHARE_SMALL = 0.004, 0.4, 0.6
 _STEEPLY = 1.06  # times the bound of a limit, where climbs to it begin: that tells nothing of it
 _MUCH_SLOWER = 1.02  # times the plan taken: a plan that takes so long becomes no faster one with a little more memory
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
@@ -132,8 +133,11 @@ class Climbs:
     def _needs_too_good_a_plan(self, us: float, bound_us: float, highest_us: float) -> bool:
         """Tells whether a plan that is faster than some ``us`` would have to be much nearer to the bound of its limit,
         ``bound_us``, than these are to that of the highest one, ``highest_us``."""
-        nearer = _NEARER if self._others_follow else _NEARER_SMALL
-        return (us - bound_us) * highest_us < nearer * (us - highest_us) * bound_us
+        if not highest_us:  # no bound is known
+            return False
+        share = _NEARER_SHARE if self._others_follow else _NEARER_SHARE_SMALL
+        gap = us / highest_us - 1
+        return us < (1 + (1 - share) * gap - _NEARER) * bound_us
 
     def _falling(self, device: int | None, begins: Callable[[int], bool]) -> Iterator[int]:
         """Yields the limits within ``device`` bytes to which climbs may begin, the largest first, with more of them where
