@@ -93,8 +93,8 @@ def test_limits_are_finer_where_the_bound_falls_steeply_and_the_same_whatever_wa
 def test_limits_whose_plans_would_have_to_be_much_nearer_to_their_bounds_are_left_out(
     times: dict[int, float], bounds: Sequence[float], climbed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan taken, 120, is 20 % above the bound of the highest limit. Another may be nearer by 0.6 of that and 0.4 %, so that
-    it is 7.6 % above its own: above 111, that is less than 120; above 112, it is more."""
+    """The plan taken, 120, is 20 % above the bound of the highest limit. Another may be nearer by 0.6 of that and 0.4 %, and so
+    be 7.6 % above its own: above 111, that is less than 120; above 112, it is more."""
     by_limit = dict(zip(times, bounds, strict=True))
     monkeypatch.setattr(climb_module, "parts_of", lambda low, high: 1)
     assert limits_asked(times, {}, lambda device, host: by_limit[device], monkeypatch) == climbed
