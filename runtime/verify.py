@@ -284,25 +284,24 @@ def _after_a_dropped_forward(schedule: Schedule, host_awaits: Collection[Queue])
         read, written = ({pair[side] for pair in pairs} - {"device"} for side in (0, 1))
         if queue in host_awaits or not (read or written):  # of all other queues, the earlier phase has ended
             continue
-        for index in (index for phase in PHASES for index in _not_after(schedule, phase, queue)):
+        for index in (index for phase in PHASES for index in _before_the_device(schedule, phase)):
             instruction = schedule.instructions[index]
             for name in (*instruction.reads, *instruction.writes):
                 buffer, writes = schedule.buffers[name], name in instruction.writes
                 in_arena, at_home = (buffer.tier, buffer.kind) == ("host", "placed"), buffer.kind == "home"
                 if (in_arena and "host" in written) or (writes and (in_arena or at_home) and buffer.tier in read):
-                    what = (
-                        f"expected copies on {queue} that a dropped forward left in flight complete first, found them unordered"
-                    )
-                    raise error(schedule, "I2", index, f"{what}: they may use the bytes of {name}; wait for them")
+                    left = f"copies on {queue} that a dropped forward left in flight"
+                    what = f"expected {left} complete first, found them unordered: they may use the bytes of {name}"
+                    raise error(schedule, "I2", index, f"{what}; wait for them")
 
 
-def _not_after(schedule: Schedule, phase: Phase, queue: Queue) -> Iterator[int]:
-    """Yields the instructions of a phase that may start before what an earlier phase left on a queue has completed, where the
-    host does not await that."""
+def _before_the_device(schedule: Schedule, phase: Phase) -> Iterator[int]:
+    """Yields the instructions of a phase that come after none of the device's queues. Those alone await all of the earlier
+    phases: what these left, and the host does not await, may still run."""
     after, newest = set[int](), dict[Queue, int]()
     for index, instruction in schedule.phase(phase):
         mine = instruction.queue
-        if mine not in HOST_QUEUES or mine == queue or newest.get(mine) in after or not after.isdisjoint(instruction.deps):
+        if mine not in HOST_QUEUES or newest.get(mine) in after or not after.isdisjoint(instruction.deps):
             after.add(index)
         else:
             yield index

@@ -67,10 +67,11 @@ def _finer_forms(comparison: Comparison[S], fragments: str | None, begins: int, 
 
 def _chains(comparison: Comparison[S], finer: Iterable[list[Form]], taken: str | None) -> Iterator[Iterator[S]]:
     """Yields the steps of each chain, made when they are asked for. ``taken``: the embeddings of which they take few rows."""
-    return (_made(comparison, chain, taken) for chain in finer)
+    return (_steps_of(comparison, chain, taken) for chain in finer)
 
 
-def _made(comparison: Comparison[S], finer: Iterable[Form], taken: str | None) -> Iterator[S]:
+def _steps_of(comparison: Comparison[S], finer: Iterable[Form], taken: str | None) -> Iterator[S]:
+    """Yields the steps of one chain: only forms that may be worth it, as far as there is something to cut."""
     forms, first = comparison.forms, comparison.forms.first
     for form in finer:
         if comparison.is_too_fine(form):

@@ -154,12 +154,13 @@ def _neighbours_on_ladders(points: Iterable[Point]) -> list[tuple[Point, Point]]
 
 
 def by_time(point: Point) -> tuple[float, int]:
+    """A key by which the fastest point comes first; of equally fast ones, that with the lowest peak."""
     return point.time_us, point.peak
 
 
 def choose(points: list[Point], within: Frontier, evaluate: Callable[[Plan], Plan], budgets: Budgets, us: float = inf) -> Point:
     """Returns the point that these budgets take: the fastest of ``points`` that fits, or a better one on the way from the last
-    of a frontier that fits the device to the next one, as long as it may take less than ``us``.
+    of a frontier that fits the device to the next one, as long as that may take less than ``us`` µs.
 
     Ladders that cross the gap between these two have plans that were not evaluated yet. Each round evaluates some of them and
     narrows the gap. So that a larger budget is never slower, a round depends only on the ends of its gap, and its plans count

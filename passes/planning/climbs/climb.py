@@ -11,7 +11,7 @@ from math import inf
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.climbs.kicks import differ, kicks
-from mtcompile.passes.planning.climbs.limits import Limits, apart, limits_between, limits_in_between, parts_of
+from mtcompile.passes.planning.climbs.limits import STEEP, Limits, apart, limits_between, limits_in_between, parts_of
 from mtcompile.passes.planning.climbs.moves import moves
 from mtcompile.passes.planning.climbs.polish import is_worth_polishing, polish_of
 from mtcompile.passes.planning.climbs.room import filling, rooms
@@ -37,7 +37,6 @@ _FASTER = 0.999  # times the plan taken: less is not worth a climb
 # A plan of a lower limit is seldom nearer to its bound than the plan taken is to that of the highest limit by more than this,
 # and this share of the latter; by a larger share where steps are small.
 _NEARER, _NEARER_SHARE, _NEARER_SHARE_SMALL = 0.004, 0.4, 0.6
-_STEEPLY = 1.06  # times the bound of a limit, where climbs to it begin: that tells nothing of it
 _MUCH_SLOWER = 1.02  # times the plan taken: a plan that takes so long becomes no faster one with a little more memory
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
 _MUCH = 0.985  # times what a climb to a lower limit ends at: then a plan is polished anew
@@ -124,11 +123,14 @@ class Climbs:
                 taken = min((taken, *fitting(self._plan_if(limit, taken.total_us))), key=_us)
         return taken
 
+    def _begun_at(self, limit: int) -> int:
+        """Returns the last limit up to one that follows none, where climbs to it begin."""
+        return self.limits[bisect_right(self.limits, limit) - 1]
+
     def _begun_us(self, limit: int, host: int | None) -> float:
-        """Returns the bound where climbs to a limit begin, at the last one that follows none; its own where that is much
-        lower."""
-        begun_us, bound_us = self.bound(self.limits[bisect_right(self.limits, limit) - 1], host), self.bound(limit, host)
-        return bound_us if begun_us > _STEEPLY * bound_us else begun_us
+        """Returns the bound where climbs to a limit begin; its own where that is much lower: then the other tells nothing."""
+        begun_us, bound_us = self.bound(self._begun_at(limit), host), self.bound(limit, host)
+        return bound_us if begun_us > STEEP * bound_us else begun_us
 
     def _needs_too_good_a_plan(self, us: float, bound_us: float, highest_us: float) -> bool:
         """Tells whether a plan that is faster than some ``us`` would have to be much nearer to the bound of its limit,
@@ -153,12 +155,9 @@ class Climbs:
         if limit not in self._following or (place := bisect_left(self.limits, limit)) == len(self.limits):
             return False
         low, high = self.limits[place - 1 : place + 1]
-        gain_us = _GAIN * (self.bound(low, None) - self.bound(high, None))
-        return self._is_slower(self._plan_if(low, us + gain_us), low, _MUCH_SLOWER * (us + gain_us))
-
-    def _is_slower(self, plan: Plan, limit: int, us: float) -> bool:
-        """Tells whether a plan of a limit takes more than some ``us``, and is near enough its bound to tell of others."""
-        return us < plan.total_us < _TELLING * self.bound(limit, None)
+        us += _GAIN * (self.bound(low, None) - self.bound(high, None))
+        # Far above its bound, a plan tells nothing of others.
+        return _MUCH_SLOWER * us < self._plan_if(low, us).total_us < _TELLING * self.bound(low, None)
 
     def _between(self, low: int, high: int) -> Sequence[int]:
         if low not in self._finer:
@@ -203,7 +202,7 @@ class Climbs:
         climbs gain much. Polishing takes long, and often little changes from one limit to the next."""
         place = bisect_right(self.limits, device)
         if device in self._following:
-            lower = self.limits[place - 1]
+            lower = self._begun_at(device)
             return device if self._climbed(device).total_us <= _MUCH * self._plan(lower).total_us else lower
         first = max(i for i, limit in enumerate(self.limits[:place]) if limit in self._apart)
         serving = self.limits[first]
@@ -239,8 +238,7 @@ class Climbs:
         climbs = [Climb(limits, self.ways, self.evaluate, start) for start in starts]
         for climb in climbs:
             climb.go_on(_MOVES_BETWEEN * self.ways.patience)
-        lower = self.limits[bisect_right(self.limits, limits.device) - 1]
-        falls = self.bound(*limits) <= _BOUND_FALLS * self.bound(lower, None)
+        falls = self.bound(*limits) <= _BOUND_FALLS * self.bound(self._begun_at(limits.device), None)
         return self._to_go_on(climbs, self._from_seeds(min(climbs, key=_ended_us)) if falls else [])
 
     def _from_frontier(self, limits: Limits) -> Sequence[Climb]:

@@ -13,7 +13,7 @@ _CLIMBS, _SHARES = 16, 25  # peaks up to which plans are improved, of how many
 _FINER = 4  # times as many shares for small steps, whose homes may be as large as one of these
 _NEAR_FLOOR = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2)  # of the lowest peak: where little room makes plans much faster
 _APART, _PARTS = 0.01, 4  # between two limits: how far apart others are at least, as a share, and how many parts they make
-_STEEP, _EVEN, _MOST_PARTS = 1.06, 1.015, 8  # times the bound at the next limit: where others are between, how near; at most
+STEEP, _EVEN, _MOST_PARTS = 1.06, 1.015, 8  # times the bound at the next limit: where others are between, how near; at most
 _FALLS, _GROWS = 0.97, 1.35  # times the bound, and the limit, from one of those that are apart to the next
 
 
@@ -55,7 +55,7 @@ def limits_in_between(limits: Sequence[int], highest: int) -> dict[int, int]:
 
 def parts_of(low_us: float, high_us: float) -> int:
     """Returns how many parts others make of the way between two limits, by the bound at each: more where it falls steeply."""
-    if high_us <= 0 or low_us == inf or low_us <= _STEEP * high_us:
+    if high_us <= 0 or low_us == inf or low_us <= STEEP * high_us:
         return 1
     return min(_MOST_PARTS, ceil(log(low_us / high_us) / log(_EVEN)))
 

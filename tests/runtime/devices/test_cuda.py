@@ -23,7 +23,7 @@ from mtcompile.runtime.devices.cuda_driver import Api
 from mtcompile.runtime.devices.joining import runs_of_bytes
 from mtcompile.runtime.devices.pinned import NotPinned, pinned
 from mtcompile.runtime.executor import PhaseOptions, execute, prepare
-from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.schedule import HOST_AWAITS, Schedule
 from mtcompile.runtime.verify import ScheduleError, verify
 from tests.helpers.fake_cuda import FakeCuda, on_fake
 from tests.helpers.proof.subjects import Subject, subject
@@ -385,3 +385,11 @@ def test_the_proof_knows_what_the_host_has_waited_for(casting: list[Subject]) ->
         verify(own.schedule)
         with pytest.raises(ScheduleError, match=r"I2 .* copies on d2h that a dropped forward left in flight"):
             verify(own.schedule, ("h2d", "host"))
+
+
+def test_what_another_program_left_on_queue_host_is_not_ordered_by_that_queue(casting: list[Subject]) -> None:
+    """Each program has threads of its own for it."""
+    awaited = [queue for queue in HOST_AWAITS if queue != "host"]
+    for own in casting:
+        with pytest.raises(ScheduleError, match=r"I2 .* copies on host that a dropped forward left in flight"):
+            verify(own.schedule, awaited)
