@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -178,7 +179,13 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
     candidates = sized.candidates
     if isinstance(error, NotWorthwhile):
         return replace(unplanned, refusal=error.why, ways_out=error.ways)
-    tier = error.tier
+    tier, then = error.tier, ""
+    if tier == "device" and candidates.is_large and budgets.host is None and budgets.disk is None:  # a search takes long
+        if (us := candidates.climbed_us(error.minimum)) < inf:
+            then = f": about {time_of(us)} a step then"
+    elif tier == "device":
+        with contextlib.suppress(DoesNotFit):  # it may take a disk, or more of the host, too
+            then = f": {time_of(candidates.best(error.minimum, budgets.host).plan.total_us)} a step then"
     limit = budgets.nbytes[tier] or 0
     other = "host" if tier == "device" else "device"
     ranks = {"host": request.ranks.gpus}  # of which each has a part of the host
@@ -196,11 +203,8 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
     if more is not None:
         more *= ranks.get(other, 1)
         ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")
-    then = ""
-    with contextlib.suppress(DoesNotFit):  # it may take a disk, or more of the host, too
-        if tier == "device":
-            then = f": {time_of(candidates.best(error.minimum, budgets.host).plan.total_us)} a step then"
-        elif (lean := candidates.leanest()) is not None and lean.plan.peak_bytes["host"] == error.minimum:
+    with contextlib.suppress(DoesNotFit):
+        if tier == "host" and (lean := candidates.leanest()) is not None and lean.plan.peak_bytes["host"] == error.minimum:
             then = f": {time_of(lean.plan.total_us)} a step then, and faster with more"
     ways.append(f"{tier} memory of {gib(minimum)} ({minimum} bytes) or more{then}")
     if tier == "host":

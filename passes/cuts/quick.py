@@ -12,20 +12,36 @@ from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.climbs.climb import ways_of
 from mtcompile.passes.planning.climbs.limits import Limits
 from mtcompile.passes.planning.climbs.single import Climb
+from mtcompile.passes.planning.evaluate import exact, shortfall
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.seeds import Rounding, Rule, seed
 from mtcompile.passes.planning.pace import impatient
-from mtcompile.passes.planning.problem import Candidate
+from mtcompile.passes.planning.problem import Candidate, Planned
 
 _SHARES = (0.97, 0.9, 0.8, 0.6)  # of the device budget that linear programs get: rounding may add to what they need
 _TIGHT = (1.0, 0.985, 0.97, 0.9, 0.8)  # where the time of one form is compared with that of others
 _AHEAD = (1, 2)  # blocks ahead that their plans fetch
+_FIRST = 8  # plans of each ladder that are tried where none fits
 _CLIMBED = 180  # plans that a short climb evaluates at most
 
 
 class QuickCandidates(Candidates):
     """The candidate plans of a changed problem. ``Candidates.best`` may find a faster plan, and takes many times as long."""
+
+    @exact
+    def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
+        """Does as ``Candidates.best``, but refuses without a search what its linear program has no plan for: in a large step,
+        searches take long. Then plans that keep least say how many bytes are missing; a search may find a plan that needs a
+        little less."""
+        if device is not None and self.is_large and not self._points and self.bound_us(device, None) == inf:
+            raise shortfall(self._leanest, "device")
+        return super().best(device, host, known)
+
+    @property
+    def _leanest(self) -> Candidate:
+        first = [ladder[place] for ladder in self._by_density for place in range(min(_FIRST, len(ladder)))]
+        return self._paced(min((self.evaluate(plan).plan for plan in first), key=lambda plan: plan.peak_bytes["device"]))
 
     def quickly(self) -> Candidate | None:
         """Returns the fastest plan within the problem's budgets of a few that linear programs give. If none is within them: the

@@ -7,7 +7,7 @@ and a budget takes the last point that fits. So a larger budget is never slower,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -41,7 +41,7 @@ from mtcompile.passes.planning.linear.seeds import Rounding, Within, seed_ladder
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, Store, no_progress
-from mtcompile.passes.planning.search import refine, spread, unseen_neighbours
+from mtcompile.passes.planning.search import Searching, refine, sample, unseen_neighbours, vary
 from mtcompile.passes.rewrites.casts import may_cast
 from mtcompile.passes.step_graph import kernel_of, regions
 from mtcompile.runtime.schedule import Schedule
@@ -135,7 +135,7 @@ class Candidates:
     def ladders(self) -> tuple[Ladder, ...]:
         """Lists of candidates from the floor up: by density, and by linear programs."""
         least, device = self._by_density[0][0], (self.floor, self.resident.plan.peak_bytes["device"])
-        about = Rounding(self.blocks, self.sizes), device, list(self.open_params), self._most_varied < _FEW_SEARCHED
+        about = Rounding(self.blocks, self.sizes), device, list(self.open_params), self.is_large
         return (*self._by_density, *seed_ladders(self._bounds.solve, least, *about))
 
     @cached_property
@@ -204,25 +204,33 @@ class Candidates:
         if fits((resident := self.resident).plan, problem.budgets) and not self.resident_may_be_slow:  # the floor is reported
             minimum = min(self.floor, resident.plan.peak_bytes["device"])
             return completed(problem, resident, minimum, self.certificate(device, host, resident.plan.total_us))
+        return self._searched(lambda: self._chosen(problem))
+
+    def _searched(self, answer: Callable[[], Planned]) -> Planned:
+        """Returns an ``answer`` made of what the search has found."""
         if not self._points and not self._recall():
-            self._search(resident.plan)
+            self._search(self.resident.plan)
         try:
             with contextlib.suppress(_Stale):
-                return self._chosen(problem)
+                return answer()
             self._search(self.resident.plan)
-            return self._chosen(problem)
+            return answer()
         finally:
             self._keep()
 
     def least(self) -> Planned:
         """Returns the plan that needs least device memory, whatever the budgets."""
-        with contextlib.suppress(DoesNotFit):
-            self.best(0, None)
-        points = [*self._points, *(self._variants if self._casts else [])]
-        return self.planned(min(points, key=lambda point: (point.peak, point.time_us)).plan)
+
+        def leanest() -> Planned:
+            points = [*self._points, *(self._variants if self._casts else [])]
+            return self.planned(self._again(min(points, key=lambda point: (point.peak, point.time_us))).plan)
+
+        return self._searched(leanest)
 
     def needs(self, tier: str, limits: Mapping[str, int]) -> int | None:
         """Returns the fewest bytes of a tier with which some plan keeps to ``limits`` on others, after ``best`` found none."""
+        if not self._points:  # no plan can
+            return None
         peaks = [point.plan.peak_bytes for point in (*self._points, *self._variants)]
         return min((p[tier] for p in peaks if all(p[other] <= n for other, n in limits.items())), default=None)
 
@@ -354,18 +362,17 @@ class Candidates:
         for ladder in self._by_density:  # before ``_floor`` asks for figures alone: pacing also needs the schedules
             self._paced(ladder[0])
         per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(regions(self.problem.step))), MOST_POINTS)
-        points, remaining = [Point(resident, (resident,), 0)], self._most_varied
-        sampled = [(ladder, position) for ladder in self.ladders for position in spread(len(ladder), per_ladder)]
-        for done, (ladder, position) in enumerate(sampled):
-            self.progress("planning", done, len(sampled) + remaining)
-            points.append(Point(self._paced(ladder[position]).plan, ladder, position))
-        refine(points, min(MOST_SEARCHED, _REFINED), lambda plan: self._paced(plan).plan, self.progress)
+        points, searching = [Point(resident, (resident,), 0)], Searching(lambda plan: self._paced(plan).plan, self.progress)
+        sample(points, self.ladders, per_ladder, self._most_varied, searching)
+        refine(points, min(MOST_SEARCHED, _REFINED), searching)
         host = self.problem.budgets.host_activations
-        neighbours = unseen_neighbours(points, self.blocks, self.sizes, self.open_params, host)
-        for left, plan in zip(range(remaining, 0, -1), neighbours, strict=False):
-            self.progress("planning", len(points), len(points) + left)
-            points.append(Point((evaluated := self._paced(plan).plan), (evaluated,), 0))
+        vary(points, self._most_varied, unseen_neighbours(points, self.blocks, self.sizes, self.open_params, host), searching)
         self._points = points
+
+    @property
+    def is_large(self) -> bool:
+        """True if local search is left out, as evaluating a plan takes long."""
+        return self._most_varied < _FEW_SEARCHED
 
     @cached_property
     def _most_varied(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import fx
 
@@ -28,15 +29,40 @@ def spread(count: int, most: int) -> list[int]:
     return sorted({round(i * (count - 1) / max(1, some - 1)) for i in range(some)})
 
 
-def refine(points: list[Point], most: int, evaluate: Callable[[Plan], Plan], progress: Progress) -> None:
+class Searching(NamedTuple):
+    """``evaluate``: gives a plan its figures; ``progress``: is told of each."""
+
+    evaluate: Callable[[Plan], Plan]
+    progress: Progress
+
+
+def sample(
+    points: list[Point], ladders: Sequence[Sequence[Plan]], per_ladder: int, remaining: int, searching: Searching
+) -> None:
+    """Adds plans to ``points``, spread over every ladder: at most ``per_ladder`` of each. ``remaining``: how many follow."""
+    sampled = [(ladder, position) for ladder in ladders for position in spread(len(ladder), per_ladder)]
+    for done, (ladder, position) in enumerate(sampled):
+        searching.progress("planning", done, len(sampled) + remaining)
+        points.append(Point(searching.evaluate(ladder[position]), ladder, position))
+
+
+def refine(points: list[Point], most: int, searching: Searching) -> None:
     """Adds plans to ``points``, each between two of a ladder where most seems to be gained, at most ``most`` of them."""
     for done in range(most):
         if (between := most_promising_gap(points)) is None:
             return
-        progress("planning", done, most)
+        searching.progress("planning", done, most)
         low, high = between
         position = (low.position + high.position) // 2
-        points.append(Point(evaluate(low.ladder[position]), low.ladder, position))
+        points.append(Point(searching.evaluate(low.ladder[position]), low.ladder, position))
+
+
+def vary(points: list[Point], most: int, neighbours: Iterator[Plan], searching: Searching) -> None:
+    """Adds plans to ``points`` that differ from these by one decision, at most ``most`` of them. ``neighbours``: yields each
+    (see ``unseen_neighbours``)."""
+    for left, plan in zip(range(most, 0, -1), neighbours, strict=False):
+        searching.progress("planning", len(points), len(points) + left)
+        points.append(Point((evaluated := searching.evaluate(plan)), (evaluated,), 0))
 
 
 def signature(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, int]) -> tuple[object, ...]:

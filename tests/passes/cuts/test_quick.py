@@ -10,7 +10,9 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts import quick
 from mtcompile.passes.cuts.quick import QuickCandidates
-from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.planning import candidates as candidates_module
+from mtcompile.passes.planning.candidates import MOST_SEARCHED
+from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from tests.passes.planning.drawn_plans import BOUNDED, SLOW
 
 SHARES = (0.0, 0.2, 0.5, 0.8)  # of what lies between the floor and the peak of the plan with everything on the device
@@ -53,3 +55,33 @@ def test_short_climbs_find_the_same_whatever_was_asked_before() -> None:
 def test_short_climbs_below_the_floor_find_nothing() -> None:
     candidates = candidates_of("crossing", Machine())
     assert candidates.climbed_us(1) == inf
+
+
+@pytest.mark.parametrize("step", ["crossing", "skips"])
+def test_a_large_step_without_a_plan_is_refused_without_a_search(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said to be missing is enough, and a search finds no plan with much less; one that is asked for afterwards
+    is made all the same."""
+    searched = candidates_of(step, SLOW)
+    with pytest.raises(DoesNotFit) as by_search:
+        searched.best(1, None)
+    assert searched._points, "expected a small step to be searched"
+    monkeypatch.setattr(candidates_module, "_FEW_SEARCHED", MOST_SEARCHED + 1)
+    large = candidates_of(step, SLOW)
+    with pytest.raises(DoesNotFit) as refused:
+        large.best(1, None)
+    assert not large._points and large.needs("host", {"device": 1}) is None
+    assert refused.value.tier == "device" and refused.value.causes
+    assert by_search.value.minimum <= refused.value.minimum <= 1.1 * by_search.value.minimum
+    planned = large.best(refused.value.minimum, None)
+    assert large._points and planned.plan.peak_bytes["device"] <= refused.value.minimum
+    assert large.least().plan.peak_bytes["device"] <= refused.value.minimum
+
+
+def test_a_large_step_is_searched_where_a_plan_may_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its linear program has one, though none is found."""
+    monkeypatch.setattr(candidates_module, "_FEW_SEARCHED", MOST_SEARCHED + 1)
+    candidates = candidates_of("skips", SLOW)
+    monkeypatch.setattr(candidates, "bound_us", lambda *_: 1.0)
+    with pytest.raises(DoesNotFit):
+        candidates.best(1, None)
+    assert candidates._points
