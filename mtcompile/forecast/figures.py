@@ -27,7 +27,9 @@ from mtcompile.passes.analysis.state import (
     weights_nbytes,
     weights_on_disk_nbytes,
 )
+from mtcompile.passes.cuts.bounds import is_small
 from mtcompile.passes.cuts.fragments.figures import told_whole
+from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.limits import NotWorthwhile
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
@@ -174,18 +176,23 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
     return ledger
 
 
+def _time_with(candidates: QuickCandidates, budgets: Budgets, error: DoesNotFit) -> str:
+    """Tells what a step takes with as much of the device as it needs; empty where it does not fit then either. Of a large step
+    short climbs tell, in place of a search, which takes long: a search may find a faster plan."""
+    if not is_small(candidates) and budgets.host is None and budgets.disk is None:
+        us = candidates.climbed_us(error.minimum)
+        return f": at most about {time_of(us)} a step then" if us < inf else ""
+    with contextlib.suppress(DoesNotFit):  # it may take a disk, or more of the host, too
+        return f": {time_of(candidates.best(error.minimum, budgets.host).plan.total_us)} a step then"
+    return ""
+
+
 def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, budgets: Budgets, error: DoesNotFit) -> Forecast:
     """Adds how many bytes are missing, and the ways out: three of a device that is too small, and all of such a host."""
     candidates = sized.candidates
     if isinstance(error, NotWorthwhile):
         return replace(unplanned, refusal=error.why, ways_out=error.ways)
-    tier, then = error.tier, ""
-    if tier == "device" and candidates.is_large and budgets.host is None and budgets.disk is None:  # a search takes long
-        if (us := candidates.climbed_us(error.minimum)) < inf:
-            then = f": about {time_of(us)} a step then"
-    elif tier == "device":
-        with contextlib.suppress(DoesNotFit):  # it may take a disk, or more of the host, too
-            then = f": {time_of(candidates.best(error.minimum, budgets.host).plan.total_us)} a step then"
+    tier, then = error.tier, _time_with(candidates, budgets, error) if error.tier == "device" else ""
     limit = budgets.nbytes[tier] or 0
     other = "host" if tier == "device" else "device"
     ranks = {"host": request.ranks.gpus}  # of which each has a part of the host

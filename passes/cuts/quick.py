@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 
+from mtcompile.passes.cuts.bounds import is_small
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.climbs.climb import ways_of
@@ -31,15 +32,20 @@ class QuickCandidates(Candidates):
 
     @exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
-        """Does as ``Candidates.best``, but refuses without a search what its linear program has no plan for: in a large step,
-        searches take long. Then plans that keep least say how many bytes are missing; a search may find a plan that needs a
-        little less."""
-        if device is not None and self.is_large and not self._points and self.bound_us(device, None) == inf:
-            raise shortfall(self._leanest, "device")
+        """Does as ``Candidates.best``, but refuses a large step without a search, which takes long, where its linear program
+        shows that no plan fits. Then the plans that keep least say how many bytes are missing."""
+        if device is not None and self._is_hopeless(device):
+            raise shortfall(self._keeping_least, "device")
         return super().best(device, host, known)
 
+    def _is_hopeless(self, device: int) -> bool:
+        if self._points or self.problem.budgets.disk is not None or is_small(self):
+            return False
+        return self.bound_us(device, None) == inf
+
     @property
-    def _leanest(self) -> Candidate:
+    def _keeping_least(self) -> Candidate:
+        """The leanest of the plans with which ladders begin. A search seldom finds one that needs less."""
         first = [ladder[place] for ladder in self._by_density for place in range(min(_FIRST, len(ladder)))]
         return self._paced(min((self.evaluate(plan).plan for plan in first), key=lambda plan: plan.peak_bytes["device"]))
 

@@ -135,7 +135,7 @@ class Candidates:
     def ladders(self) -> tuple[Ladder, ...]:
         """Lists of candidates from the floor up: by density, and by linear programs."""
         least, device = self._by_density[0][0], (self.floor, self.resident.plan.peak_bytes["device"])
-        about = Rounding(self.blocks, self.sizes), device, list(self.open_params), self.is_large
+        about = Rounding(self.blocks, self.sizes), device, list(self.open_params), self._most_varied < _FEW_SEARCHED
         return (*self._by_density, *seed_ladders(self._bounds.solve, least, *about))
 
     @cached_property
@@ -368,11 +368,6 @@ class Candidates:
         host = self.problem.budgets.host_activations
         vary(points, self._most_varied, unseen_neighbours(points, self.blocks, self.sizes, self.open_params, host), searching)
         self._points = points
-
-    @property
-    def is_large(self) -> bool:
-        """True if local search is left out, as evaluating a plan takes long."""
-        return self._most_varied < _FEW_SEARCHED
 
     @cached_property
     def _most_varied(self) -> int:

@@ -8,10 +8,8 @@ import pytest
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts import quick
+from mtcompile.passes.cuts import bounds, quick
 from mtcompile.passes.cuts.quick import QuickCandidates
-from mtcompile.passes.planning import candidates as candidates_module
-from mtcompile.passes.planning.candidates import MOST_SEARCHED
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from tests.passes.planning.drawn_plans import BOUNDED, SLOW
 
@@ -65,7 +63,7 @@ def test_a_large_step_without_a_plan_is_refused_without_a_search(step: str, monk
     with pytest.raises(DoesNotFit) as by_search:
         searched.best(1, None)
     assert searched._points, "expected a small step to be searched"
-    monkeypatch.setattr(candidates_module, "_FEW_SEARCHED", MOST_SEARCHED + 1)
+    monkeypatch.setattr(bounds, "SMALL", 0)
     large = candidates_of(step, SLOW)
     with pytest.raises(DoesNotFit) as refused:
         large.best(1, None)
@@ -79,7 +77,7 @@ def test_a_large_step_without_a_plan_is_refused_without_a_search(step: str, monk
 
 def test_a_large_step_is_searched_where_a_plan_may_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its linear program has one, though none is found."""
-    monkeypatch.setattr(candidates_module, "_FEW_SEARCHED", MOST_SEARCHED + 1)
+    monkeypatch.setattr(bounds, "SMALL", 0)
     candidates = candidates_of("skips", SLOW)
     monkeypatch.setattr(candidates, "bound_us", lambda *_: 1.0)
     with pytest.raises(DoesNotFit):
