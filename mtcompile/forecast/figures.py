@@ -113,7 +113,8 @@ def _with_plan(unplanned: Forecast, candidates: Candidates, planned: Planned) ->
     bodies: dict[str, Any] = dict(planned.step.named_children())
     flops = sum(kernel_cost(bodies[i.kernel]).flops for i in schedule.instructions if i.kernel in bodies)
     trace = simulate(schedule)
-    busy: dict[str, float] = {queue: us / plan.total_us for queue, us in busy_us(trace).items()}
+    worked_us = busy_us(trace)
+    busy: dict[str, float] = {queue: us / plan.total_us for queue, us in worked_us.items()}
     return replace(
         unplanned,
         peak_bytes=dict(schedule.peak_nbytes),
@@ -124,7 +125,7 @@ def _with_plan(unplanned: Forecast, candidates: Candidates, planned: Planned) ->
         tflops=flops / plan.total_us / 1e6,
         limiting_resource=plan.limiting_resource,
         busy=busy,
-        exposed_us={queue: exposed_us(trace, queue) for queue in busy if queue != "compute"},
+        exposed_us={queue: exposed_us(trace, queue) for queue in worked_us if queue != "compute"},
         ledger=_ledger(unplanned, candidates, planned),
         load_host_bytes=_loaded_nbytes(unplanned, candidates.sizes.values()),
         disk_read_bytes=plan.disk_read_bytes,
