@@ -39,9 +39,8 @@ class QuickCandidates(Candidates):
         return super().best(device, host, known)
 
     def _is_hopeless(self, device: int) -> bool:
-        if self._points or self.problem.budgets.disk is not None or is_small(self):
-            return False
-        return self.bound_us(device, None) == inf
+        """Tells so whatever was searched before: the same question has one answer."""
+        return self.problem.budgets.disk is None and not is_small(self) and self.bound_us(device, None) == inf
 
     @property
     def _keeping_least(self) -> Candidate:

@@ -229,7 +229,7 @@ class Candidates:
 
     def needs(self, tier: str, limits: Mapping[str, int]) -> int | None:
         """Returns the fewest bytes of a tier with which some plan keeps to ``limits`` on others, after ``best`` found none."""
-        if not self._points:  # no plan can
+        if not self._points:  # there was no search, as no plan can keep to them
             return None
         peaks = [point.plan.peak_bytes for point in (*self._points, *self._variants)]
         return min((p[tier] for p in peaks if all(p[other] <= n for other, n in limits.items())), default=None)

@@ -73,6 +73,9 @@ def test_a_large_step_without_a_plan_is_refused_without_a_search(step: str, monk
     planned = large.best(refused.value.minimum, None)
     assert large._points and planned.plan.peak_bytes["device"] <= refused.value.minimum
     assert large.least().plan.peak_bytes["device"] <= refused.value.minimum
+    with pytest.raises(DoesNotFit) as again:
+        large.best(1, None)
+    assert again.value.minimum == refused.value.minimum and again.value.causes == refused.value.causes
 
 
 def test_a_large_step_is_searched_where_a_plan_may_fit(monkeypatch: pytest.MonkeyPatch) -> None:
