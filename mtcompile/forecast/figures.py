@@ -177,14 +177,17 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
     return ledger
 
 
-def _time_with(candidates: QuickCandidates, budgets: Budgets, error: DoesNotFit) -> str:
-    """Tells what a step takes with as much of the device as it needs; empty where it does not fit then either. Of a large step
-    short climbs tell, in place of a search, which takes long: a search may find a faster plan."""
-    if not is_small(candidates) and budgets.host is None and budgets.disk is None:
+def _time_with_more(candidates: QuickCandidates, budgets: Budgets, error: DoesNotFit) -> str:
+    """Tells what a step takes with as much of a tier as it needs; empty where that is unknown, or it does not fit then either.
+    Of a large step short climbs tell, in place of a search, which takes long: a search may find a faster plan."""
+    if error.tier == "device" and not is_small(candidates) and budgets.host is None and budgets.disk is None:
         us = candidates.climbed_us(error.minimum)
         return f": at most about {time_of(us)} a step then" if us < inf else ""
     with contextlib.suppress(DoesNotFit):  # it may take a disk, or more of the host, too
-        return f": {time_of(candidates.best(error.minimum, budgets.host).plan.total_us)} a step then"
+        if error.tier == "device":
+            return f": {time_of(candidates.best(error.minimum, budgets.host).plan.total_us)} a step then"
+        if (lean := candidates.leanest()) is not None and lean.plan.peak_bytes["host"] == error.minimum:
+            return f": {time_of(lean.plan.total_us)} a step then, and faster with more"
     return ""
 
 
@@ -193,7 +196,7 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
     candidates = sized.candidates
     if isinstance(error, NotWorthwhile):
         return replace(unplanned, refusal=error.why, ways_out=error.ways)
-    tier, then = error.tier, _time_with(candidates, budgets, error) if error.tier == "device" else ""
+    tier = error.tier
     limit = budgets.nbytes[tier] or 0
     other = "host" if tier == "device" else "device"
     ranks = {"host": request.ranks.gpus}  # of which each has a part of the host
@@ -211,10 +214,7 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
     if more is not None:
         more *= ranks.get(other, 1)
         ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")
-    with contextlib.suppress(DoesNotFit):
-        if tier == "host" and (lean := candidates.leanest()) is not None and lean.plan.peak_bytes["host"] == error.minimum:
-            then = f": {time_of(lean.plan.total_us)} a step then, and faster with more"
-    ways.append(f"{tier} memory of {gib(minimum)} ({minimum} bytes) or more{then}")
+    ways.append(f"{tier} memory of {gib(minimum)} ({minimum} bytes) or more{_time_with_more(candidates, budgets, error)}")
     if tier == "host":
         return replace(unplanned, short_bytes=short, ways_out=tuple(ways))
     ways.append('fewer tokens a step: solve="batch" or solve="seq" finds how many fit')

@@ -34,7 +34,7 @@ class QuickCandidates(Candidates):
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
         """Does as ``Candidates.best``, but refuses a large step without a search, which takes long, where its linear program
         shows that no plan fits. Then the plans that keep least say how many bytes are missing."""
-        if device is not None and self._is_hopeless(device):
+        if known is None and device is not None and self._is_hopeless(device):
             raise shortfall(self._keeping_least, "device")
         return super().best(device, host, known)
 

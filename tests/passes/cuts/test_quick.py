@@ -86,3 +86,12 @@ def test_a_large_step_is_searched_where_a_plan_may_fit(monkeypatch: pytest.Monke
     with pytest.raises(DoesNotFit):
         candidates.best(1, None)
     assert candidates._points
+
+
+def test_a_known_plan_needs_no_linear_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "SMALL", 0)
+    device = budgets_between(candidates_of("skips", SLOW))[1]
+    known = candidates_of("skips", SLOW).best(device, None).plan
+    candidates = candidates_of("skips", SLOW)
+    assert candidates.best(device, None, known).plan.total_us == known.total_us
+    assert not candidates._points and "_bounds" not in vars(candidates), "expected only the known plan to be evaluated"
