@@ -20,6 +20,7 @@ from mtcompile.passes.step_graph import copy_step
 AUTO = (1, 4, 16, 64)  # chunks, and tiles, that "auto" chooses among
 SMALL = 3000  # operations of a step whose other forms are made in about a second each
 _LARGE_HEAD = 0.02  # of the device: a loss head whose logits take more is planned in chunks first
+_LARGE_CHUNK = 0.1  # of the device: one in 16 chunks is planned in more first if the logits of each take more
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,15 @@ def first_form(joint: fx.GraphModule, device: int | None) -> Form:
 
 def first_chunks(joint: fx.GraphModule, device: int | None) -> int:
     """Returns the number of chunks of the loss head to begin with: one, unless its logits take a large part of the device. Few
-    chunks are as many as others are compared in, so that budgets share forms; many cost time."""
+    chunks are as many as others are compared in, so that budgets share forms. More of them leave little more room and each
+    takes time of its own, so they are for a device that is small beside the logits."""
     nbytes = logits_nbytes(joint)
     if device is None or nbytes < device * _LARGE_HEAD:
         return 1
     fewest = int(min(AUTO[-1], 2 ** ceil(log2(nbytes / max(1.0, device * _LARGE_HEAD)))))
-    return fewest if fewest > AUTO[-2] else next(number for number in AUTO if number >= fewest)
+    if fewest > AUTO[-2] and nbytes > AUTO[-2] * device * _LARGE_CHUNK:
+        return fewest
+    return next(number for number in AUTO if number >= min(fewest, AUTO[-2]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,12 +203,30 @@ def repeat_forward(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     a longer run is halved: its first half is made again once to enter the second, and once more when its own turn comes;
     and so on, as deep as needed: less is live, and more is computed.
     """
-    forward = [region for region in regions(step) if region.meta["phase"] == "forward"]
+    calls = Calls(regions(step))
+    forward = [region for region in calls.place if region.meta["phase"] == "forward"]
     marked = {region: [v for v in results(region) if plan.activation(v.name) == "recompute"] for region in forward}
-    calls = regions(step)
     for run in _runs(forward, marked):
-        calls = _repeat_run(step, run, plan.span or len(run), marked, calls)
+        _repeat_run(step, run, plan.span or len(run), marked, calls)
     return step
+
+
+Place = tuple[int, ...]  # of a call among others: it stands before those with larger ones
+
+
+class Calls:
+    """The calls of a step, each with a ``place``, which stays as it is where others are put in between."""
+
+    def __init__(self, calls: Sequence[fx.Node]) -> None:
+        self.place: dict[fx.Node, Place] = {call: (position,) for position, call in enumerate(calls)}
+        self.at = {place: call for call, place in self.place.items()}
+        self._put_before: dict[Place, int] = {}
+
+    def put_before(self, place: Place, call: fx.Node) -> None:
+        """Puts a new call directly before the one at a place."""
+        count = self._put_before[place] = self._put_before.get(place, -1) + 1
+        self.place[call] = new = (*place[:-1], place[-1] - 1, count)
+        self.at[new] = call
 
 
 def _runs(forward: list[fx.Node], marked: Mapping[fx.Node, list[fx.Node]]) -> list[list[fx.Node]]:
@@ -225,53 +243,50 @@ def _runs(forward: list[fx.Node], marked: Mapping[fx.Node, list[fx.Node]]) -> li
 
 
 def _repeat_run(
-    step: fx.GraphModule, run: list[fx.Node], span: int, marked: Mapping[fx.Node, list[fx.Node]], calls: Sequence[fx.Node]
-) -> list[fx.Node]:
-    """Makes the ``marked`` values of a run again, at most ``span`` blocks at once, and lets the backward read them. Returns the
-    ``calls`` of the step with the new ones."""
-    order = {call: position for position, call in enumerate(calls)}
+    step: fx.GraphModule, run: list[fx.Node], span: int, marked: Mapping[fx.Node, list[fx.Node]], calls: Calls
+) -> None:
+    """Makes the ``marked`` values of a run again, at most ``span`` blocks at once, and lets the backward read them. Adds the new
+    calls to ``calls``."""
     readers = {
         value: [user for user in value.users if is_region(user) and user.meta["phase"] == "backward"]
         for region in run
         for value in marked[region]
     }
-    copies: dict[fx.Node, list[tuple[int, fx.Node]]] = {value: [] for value in readers}  # each with the call it stands before
-    repeats: dict[int, list[fx.Node]] = {}  # new calls, by the one that they stand before
+    copies: dict[fx.Node, list[tuple[Place, fx.Node]]] = {value: [] for value in readers}  # each with the call it stands before
 
-    def reads(low: int, high: int) -> list[int]:
-        return [order[user] for region in run[low:high] for value in marked[region] for user in readers[value]]
+    def reads(low: int, high: int) -> list[Place]:
+        return [calls.place[user] for region in run[low:high] for value in marked[region] for user in readers[value]]
 
-    def latest(value: fx.Node, position: int) -> fx.Node:
+    def latest(value: fx.Node, place: Place) -> fx.Node:
         """The last copy of a value before a call; the value itself where there is none."""
-        return next((again for before, again in reversed(copies.get(value, ())) if before <= position), value)
+        return next((again for before, again in reversed(copies.get(value, ())) if before <= place), value)
 
-    def repeat(low: int, high: int, position: int) -> None:
+    def repeat(low: int, high: int, place: Place) -> None:
         for region in run[low:high]:
-            args = {value: latest(value, position) for value in region.args}
-            again = _repeat(step, region, marked[region], calls[position], args)
-            repeats.setdefault(position, []).append(again[0].args[0])
+            args = {value: latest(value, place) for value in region.args}
+            again = _repeat(step, region, marked[region], calls.at[place], args)
+            calls.put_before(place, again[0].args[0])
             for value, new in zip(marked[region], again, strict=True):
-                copies[value].append((position, new))
+                copies[value].append((place, new))
 
-    def serve(low: int, high: int, after: int) -> None:
-        """Makes the run's blocks from ``low`` to ``high`` again for what reads them at ``after`` or later."""
-        position = min((place for place in reads(low, high) if place >= after), default=None)
-        if position is None:
+    def serve(low: int, high: int, after: Place) -> None:
+        """Makes the run's blocks from ``low`` to ``high`` again for what reads them later than at ``after``."""
+        place = min((place for place in reads(low, high) if place > after), default=None)
+        if place is None:
             return
         if high - low <= span:
-            repeat(low, high, position)
+            repeat(low, high, place)
             return
         middle = (low + high + 1) // 2
-        repeat(low, middle, position)
-        serve(middle, high, position)
-        serve(low, middle - 1, max(reads(middle, high), default=position) + 1)
+        repeat(low, middle, place)
+        serve(middle, high, after)
+        serve(low, middle - 1, max(reads(middle, high), default=place))
 
-    serve(0, len(run), 0)
+    serve(0, len(run), ())
     for value, users in readers.items():
         for user in users:
-            if (again := latest(value, order[user])) is not value:
+            if (again := latest(value, calls.place[user])) is not value:
                 user.replace_input_with(value, again)
-    return [call for position, each in enumerate(calls) for call in (*repeats.get(position, ()), each)]
 
 
 def _repeat(
