@@ -36,6 +36,7 @@ _ENOUGH = 1.05  # of what another form could give: in each compilation, fragment
 _TO_BOUND = 1 / 3  # of the way from what short climbs find to the bound: what forms are compared by
 _TIED = 1.003  # times what another form is likely to take: one that promises more is searched, too
 _ABOUT = 0.999  # of the bytes that a form needs: others that need these are not made finer where none fits
+_TELLING = 1.2  # times its bound: of a plan that takes longer, the bound says little of others
 _CLOSE = 1.05  # times what short climbs take with all rows, or with few: finer forms of the other are compared too
 
 
@@ -52,7 +53,7 @@ class Comparison(Generic[S]):
         self.forms, self.allowed = forms, allowed
         self.fitting, self.refused = list[tuple[S, Planned]](), list[tuple[S, DoesNotFit]]()
         self._unlikely, self._considered = list[S](), dict[int, S]()
-        self.hurries, self._too_many_chunks = False, inf
+        self.hurries, self._too_many_chunks, self._too_few_chunks = False, inf, 0
         self._coarsest, self._compared, self._waiting, self._left_out = list[S](), dict[int, S](), list[S](), list[S]()
 
     def after(self, other: Comparison[S]) -> Comparison[S]:
@@ -174,6 +175,9 @@ class Comparison(Generic[S]):
         for form in chain:
             self._compared[id(form)] = form
             if (lead := self.lead) is not None:
+                if self._promises_less_than_in_chunks(form):
+                    self._too_few_chunks = max(self._too_few_chunks, form.form.chunks)
+                    break
                 if least_us(form.candidates) >= lead[0]:
                     break
                 bound_us = form.candidates.bound_us(*self._device_and_host)
@@ -191,6 +195,20 @@ class Comparison(Generic[S]):
                 leanest = min(leanest, nbytes)
             self._consider(form, may_wait=True)
         return True
+
+    def _promises_less_than_in_chunks(self, form: S) -> bool:
+        """Tells whether a finer form of a large step promises no more than the one with the head in more chunks. Then no other
+        finer one does."""
+        if form.form == Form(form.form.chunks) or not self._goes_by_bounds(form):
+            return False
+        chunks, rows, limits = form.form.chunks, form.candidates.problem.step.meta["rows"].keys(), self._device_and_host
+        others = [
+            each
+            for each in self._compared.values()
+            if each.form.chunks > chunks and replace(each.form, chunks=chunks) == form.form
+        ]
+        alike = [each.candidates for each in others if each.candidates.problem.step.meta["rows"].keys() == rows]
+        return any(candidates.bound_us(*limits) <= form.candidates.bound_us(*limits) for candidates in alike)
 
     def _promises_less(self, rows: S, coarsest: Sequence[S]) -> bool:
         """Tells whether a form that takes few rows, and goes by bounds, promises no more than one that takes all: to take rows
@@ -231,9 +249,10 @@ class Comparison(Generic[S]):
         budgets = replace(problem.budgets, device=limits.device, host=limits.host, disk=limits.disk)
         return is_hopeless(replace(problem, budgets=budgets))
 
-    def is_too_fine(self, form: Form) -> bool:
-        """Tells whether a form that is not made yet has more chunks than are worth what they spare."""
-        return form.chunks >= self._too_many_chunks
+    def has_other_chunks(self, form: Form) -> bool:
+        """Tells whether a form that is not made yet has more chunks than are worth what they spare, or, if it is finer in other
+        ways too, fewer than it should."""
+        return form.chunks >= self._too_many_chunks or (form.chunks <= self._too_few_chunks and form != Form(form.chunks))
 
     def has_room_for(self, form: Form) -> bool:
         """Tells whether a form that is not made yet could fit, or need less than those that did not, by its logits alone."""
@@ -285,7 +304,9 @@ class Comparison(Generic[S]):
             return limits.host is not None or not self._is_likely_slower(form, best, _CLOSE)
         if not self._goes_by_bounds(form):
             return True
-        if not promises_more(form.candidates, limits, min(alike, key=lambda each: each[0])[1].candidates):
+        best_us, like_best = min(alike, key=lambda each: each[0])
+        bound_us = like_best.candidates.bound_us(*self._device_and_host)
+        if best_us <= _TELLING * bound_us and not promises_more(form.candidates, limits, like_best.candidates):
             return False
         return not self._is_compared_by_climbs(form) or not self._is_hopeless(form, _HOPELESS * us)
 

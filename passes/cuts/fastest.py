@@ -62,7 +62,7 @@ def _finer_forms(comparison: Comparison[S], fragments: str | None, begins: int, 
     forms, first = comparison.forms, comparison.forms.first
     cuts = possible_cuts(forms.captured, fragments, begins)[1:]
     chains = [each for each in chains_of_forms(comparison.allowed, first.form, cuts) if each != [first.form]]
-    yield from reversed(chains) if compared else chains
+    yield from reversed(chains) if compared else (*chains[:1], *reversed(chains[1:]))
 
 
 def _chains(comparison: Comparison[S], finer: Iterable[list[Form]], taken: str | None) -> Iterator[Iterator[S]]:
@@ -74,7 +74,7 @@ def _steps_of(comparison: Comparison[S], finer: Iterable[Form], taken: str | Non
     """Yields the steps of one chain: only forms that may be worth it, as far as there is something to cut."""
     forms, first = comparison.forms, comparison.forms.first
     for form in finer:
-        if comparison.is_too_fine(form):
+        if comparison.has_other_chunks(form):
             return
         if not comparison.has_room_for(form):
             continue

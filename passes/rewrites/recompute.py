@@ -245,8 +245,8 @@ def _runs(forward: list[fx.Node], marked: Mapping[fx.Node, list[fx.Node]]) -> li
 def _repeat_run(
     step: fx.GraphModule, run: list[fx.Node], span: int, marked: Mapping[fx.Node, list[fx.Node]], calls: Calls
 ) -> None:
-    """Makes the ``marked`` values of a run again, at most ``span`` blocks at once, and lets the backward read them. Adds the new
-    calls to ``calls``."""
+    """Makes the ``marked`` values of a run again, at most ``span`` blocks at once, and lets the backward read them. Puts the
+    new calls among the ``calls`` of the step."""
     readers = {
         value: [user for user in value.users if is_region(user) and user.meta["phase"] == "backward"]
         for region in run

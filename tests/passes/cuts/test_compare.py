@@ -122,7 +122,7 @@ def test_no_form_has_more_chunks_once_the_bound_rises_with_them(monkeypatch: pyt
     monkeypatch.setattr(Comparison, "is_near", False)
     first, finer = chunks(1, 100), (chunks(1, 100), chunks(4, 90), chunks(16, 95))
     comparison = run(monkeypatch, Budgets(1, None, 0), lambda form: planned_in(120.0), [(first, finer)])
-    assert [comparison.is_too_fine(Form(count, tiles=4)) for count in (1, 4, 16, 64)] == [False, False, True, True]
+    assert [comparison.has_other_chunks(Form(count, tiles=4)) for count in (1, 4, 16, 64)] == [False, False, True, True]
 
 
 def test_a_form_is_searched_at_once_if_finer_ones_could_hardly_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
