@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,14 @@ def test_compile_takes_the_form_that_plan_predicts(
     assert compiled.plan.total_us == forecast.step_time_us and compiled.plan.numerics == forecast.planned.plan.numerics
     assert told in compiled.plan.numerics and ("tiles" in told or "chunks" in told) == ("except" in compiled.plan.numerics)
     assert bool(fragments_of(forecast.planned.step)) == bool(fragments) == any("in fragments" in n for n in compiled.plan.notes)
+
+
+@pytest.mark.long
+def test_of_a_large_step_in_little_memory_more_is_hardly_slower() -> None:
+    about: dict[str, Any] = {"precision": "bf16-master32", "update": "backward", "run_ahead": True}
+    plans = [mtcompile.plan("qwen2.5-7b", memory=n, machine="rtx4090", batch=32, **about) for n in ("9GiB", "12GiB", "16GiB")]
+    for less, more in itertools.pairwise(plans):
+        assert more.feasible and more.step_time_us <= 1.02 * less.step_time_us
 
 
 def test_forms_are_compared_without_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:

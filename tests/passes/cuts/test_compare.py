@@ -13,9 +13,10 @@ import torch
 from torch import fx
 
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts import compare
+from mtcompile.passes.cuts import compare, fastest
 from mtcompile.passes.cuts.compare import Comparison
-from mtcompile.passes.cuts.form import Allowed, Form
+from mtcompile.passes.cuts.form import Allowed, Form, first_chunks
+from mtcompile.passes.cuts.fragments.cut import UNCUT
 from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 
@@ -284,3 +285,51 @@ def test_a_certificate_tells_of_the_other_forms_that_were_made(
     assert told is not None and told[0] is first
     assert told[1].plan == replace(plan, certificate=Certificate(100.0, {"link": 7.0}, *others))
     assert ("nor, in any of the 2 other cuts compared, than 0.09 ms" in str(told[1].plan.certificate)) == (others[0] > 0)
+
+
+def test_far_above_its_bound_a_plan_says_little_of_forms_with_higher_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for us, likely in ((110.0, [1]), (200.0, [4])):
+        order: list[int] = []
+
+        def find(form: Made, order: list[int] = order) -> Any:
+            order.append(form.form.tiles)
+            return planned_in(form.time_us)
+
+        monkeypatch.setattr(Comparison, "is_near", False)
+        first, tiled = chunks(1, 100, us, us), Made(Form(tiles=4), 101, 105, 105)
+        run(monkeypatch, Budgets(1, None, 0), find, [(first, (first,), (tiled,))])
+        assert order == likely
+
+
+@pytest.mark.parametrize(("bound_us", "small", "enough"), [(95.0, False, False), (85.0, False, True), (95.0, True, True)])
+def test_finer_forms_have_chunks_if_these_promise_more(
+    bound_us: float, small: bool, enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Comparison, "is_near", False)
+    first, in_chunks, whole = chunks(1, 100), Made(Form(64, 4), 90, 120, 120), Made(Form(1, 4), bound_us, 120, 120)
+    chains = (first,), (in_chunks,), (whole,)
+    comparison = run(monkeypatch, Budgets(1, None, 0), lambda form: planned_in(form.time_us), [(first, *chains)], small)
+    assert comparison.has_other_chunks(Form(1, tiles=16)) is not enough
+    assert not comparison.has_other_chunks(Form(64, tiles=16)) and not comparison.has_other_chunks(Form(1))
+
+
+def test_forms_that_are_cut_most_come_first_after_those_with_other_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fastest, "possible_cuts", lambda *about: [UNCUT])
+    comparison: Any = SimpleNamespace(forms=SimpleNamespace(captured=None, first=chunks(16, 100)), allowed=Allowed())
+    in_chunks = [Form(count) for count in (1, 4, 16, 64)]
+    tiled = [[Form(64, count) for count in (4, 16, 64)], [Form(1, count) for count in (4, 16, 64)]]
+    chains = [*fastest._finer_forms(comparison, None, 0, compared=False)]
+    assert chains[0] == in_chunks and [chain[-3:] for chain in chains[1:]] == tiled
+    compared = [*fastest._finer_forms(comparison, None, 0, compared=True)]
+    assert compared[-1] == in_chunks and [chain[-3:] for chain in compared[:-1]] == tiled
+
+
+@pytest.mark.parametrize(
+    ("device", "count"), [(None, 1), (6000, 1), (4000, 4), (1200, 16), (300, 16), (63, 16), (62, 64), (10, 64)]
+)
+def test_a_loss_head_begins_in_few_chunks_where_these_are_small(
+    device: int | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtcompile.passes.cuts.form.logits_nbytes", lambda joint: 100)
+    joint: Any = None
+    assert first_chunks(joint, device) == count
