@@ -4,7 +4,8 @@ A form is left out if no plan of it can be faster than the best one, by the boun
 not searched either if that bound is hardly lower than the best form's; finer ones are not made once a bound rises. Of those
 that are left, short climbs and the bounds tell which is likely to be the fastest: where they do, it alone is searched. Others
 than the first are not made where it is so near to what any form could give that they are not worth it; nor are tiles and
-fragments where the bound of the best form is. By as much as these differences, and no more, a little more memory can be
+fragments where the bound of the best form is. Where the best plan is far above its bound, that says little, and is not gone by.
+By as much as these differences, and no more, a little more memory can be
 predicted to be slower: a form that is taken because no other fits is compared where others fit, too.
 """
 
@@ -29,14 +30,14 @@ from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
 
 _NEAR, _NEAR_LARGE = 1.02, 1.1  # of what any form could give: then others are not made of a small step, or of a large one
-_FEW_FINER = 1.15  # times what any form could give: with a bound below, a large step is not made in tiles or fragments
+_FEW_FINER = 1.06  # times what any form could give: with a bound below, a large step is not made in tiles or fragments
 _FAR = 1.05  # times what finer forms could give: with a bound above, a form waits for their short climbs
 _HOPELESS = 1.2  # times the best plan: what plans that need a little more memory take of forms that are not searched
 _ENOUGH = 1.05  # of what another form could give: in each compilation, fragments that gain less are not searched
 _TO_BOUND = 1 / 3  # of the way from what short climbs find to the bound: what forms are compared by
 _TIED = 1.003  # times what another form is likely to take: one that promises more is searched, too
 _ABOUT = 0.999  # of the bytes that a form needs: others that need these are not made finer where none fits
-_TELLING = 1.2  # times its bound: of a plan that takes longer, the bound says little of others
+_TELLING = 1.1  # times its bound: if a plan takes longer, that bound does not rule out other forms
 _CLOSE = 1.05  # times what short climbs take with all rows, or with few: finer forms of the other are compared too
 
 
@@ -98,7 +99,7 @@ class Comparison(Generic[S]):
         if all_resident or self.forms.limits.disk is not None:  # with a disk, only where the first does not fit
             return True
         least_us = min(map(self._finer_us, self._coarsest))
-        promises_little = self._goes_by_bounds(form) and least_us > PROMISE * form.candidates.bound_us(*self._device_and_host)
+        promises_little = self._is_telling(form, us) and least_us > PROMISE * form.candidates.bound_us(*self._device_and_host)
         return promises_little or us <= (_NEAR if is_small(form.candidates) else _NEAR_LARGE) * least_us
 
     def _finer_us(self, form: S) -> float:
@@ -181,7 +182,7 @@ class Comparison(Generic[S]):
                 if least_us(form.candidates) >= lead[0]:
                     break
                 bound_us = form.candidates.bound_us(*self._device_and_host)
-                if self._goes_by_bounds(form) and before_us < bound_us < inf:  # what finer forms spare is worth less
+                if self._is_telling(lead[1], lead[0]) and before_us < bound_us < inf:  # what finer forms spare is worth less
                     if form.form == Form(form.form.chunks):
                         self._too_many_chunks = min(self._too_many_chunks, form.form.chunks)
                     break
@@ -197,8 +198,8 @@ class Comparison(Generic[S]):
         return True
 
     def _promises_less_than_in_chunks(self, form: S) -> bool:
-        """Tells whether a finer form of a large step promises no more than the one with the head in more chunks. Then no other
-        finer one does."""
+        """Tells whether a finer form of a large step has no lower bound than the same one with more chunks. Then other finer
+        forms with as few chunks are taken not to have one either."""
         if form.form == Form(form.form.chunks) or not self._goes_by_bounds(form):
             return False
         chunks, rows, limits = form.form.chunks, form.candidates.problem.step.meta["rows"].keys(), self._device_and_host
@@ -225,7 +226,7 @@ class Comparison(Generic[S]):
 
     def _gains_little_from_finer(self) -> bool:
         """Tells whether tiles and fragments, which take long to make of a large step, could make it little faster."""
-        if (lead := self.lead) is None or not self._goes_by_bounds(lead[1]):
+        if (lead := self.lead) is None or not self._is_telling(lead[1], lead[0]):
             return False
         limits = self._device_and_host
         least_us = min(form.candidates.bound_us(*limits, inside=False) for form in self._coarsest)
@@ -249,9 +250,9 @@ class Comparison(Generic[S]):
         budgets = replace(problem.budgets, device=limits.device, host=limits.host, disk=limits.disk)
         return is_hopeless(replace(problem, budgets=budgets))
 
-    def has_other_chunks(self, form: Form) -> bool:
-        """Tells whether a form that is not made yet has more chunks than are worth what they spare, or, if it is finer in other
-        ways too, fewer than it should."""
+    def is_to_skip(self, form: Form) -> bool:
+        """Tells whether to skip a form that is not made yet: it has too many chunks for what they spare, or tiles or fragments
+        and too few chunks."""
         return form.chunks >= self._too_many_chunks or (form.chunks <= self._too_few_chunks and form != Form(form.chunks))
 
     def has_room_for(self, form: Form) -> bool:
@@ -305,8 +306,9 @@ class Comparison(Generic[S]):
         if not self._goes_by_bounds(form):
             return True
         best_us, like_best = min(alike, key=lambda each: each[0])
-        bound_us = like_best.candidates.bound_us(*self._device_and_host)
-        if best_us <= _TELLING * bound_us and not promises_more(form.candidates, limits, like_best.candidates):
+        if self._is_telling(like_best, us if like_best is best else best_us) and not promises_more(
+            form.candidates, limits, like_best.candidates
+        ):
             return False
         return not self._is_compared_by_climbs(form) or not self._is_hopeless(form, _HOPELESS * us)
 
@@ -369,6 +371,11 @@ class Comparison(Generic[S]):
         """Tells whether forms are left out by what they promise: not those of small steps, whose plans may be far from their
         bounds, one farther than another, and not where fragments were asked for."""
         return not self.allowed.in_fragments and not is_small(form.candidates)
+
+    def _is_telling(self, form: S, us: float) -> bool:
+        """Tells whether the bound of a form whose plan takes ``us`` rules out other forms: that of a large step does unless the
+        plan is far above it."""
+        return self._goes_by_bounds(form) and us <= _TELLING * form.candidates.bound_us(*self._device_and_host)
 
     def _may_fit(self, form: S) -> bool:
         """Tells whether some plan of a form may be within the device's bytes, by its linear program."""

@@ -74,7 +74,7 @@ def _steps_of(comparison: Comparison[S], finer: Iterable[Form], taken: str | Non
     """Yields the steps of one chain: only forms that may be worth it, as far as there is something to cut."""
     forms, first = comparison.forms, comparison.forms.first
     for form in finer:
-        if comparison.has_other_chunks(form):
+        if comparison.is_to_skip(form):
             return
         if not comparison.has_room_for(form):
             continue

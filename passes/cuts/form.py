@@ -20,7 +20,7 @@ from mtcompile.passes.step_graph import copy_step
 AUTO = (1, 4, 16, 64)  # chunks, and tiles, that "auto" chooses among
 SMALL = 3000  # operations of a step whose other forms are made in about a second each
 _LARGE_HEAD = 0.02  # of the device: a loss head whose logits take more is planned in chunks first
-_LARGE_CHUNK = 0.1  # of the device: one in 16 chunks is planned in more first if the logits of each take more
+_LARGE_CHUNK = 0.1  # of the device: if the logits of one of 16 chunks take more, the head begins in more chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ def first_form(joint: fx.GraphModule, device: int | None) -> Form:
 
 
 def first_chunks(joint: fx.GraphModule, device: int | None) -> int:
-    """Returns the number of chunks of the loss head to begin with: one, unless its logits take a large part of the device. Few
-    chunks are as many as others are compared in, so that budgets share forms. More of them leave little more room and each
-    takes time of its own, so they are for a device that is small beside the logits."""
+    """Returns the number of chunks of the loss head to begin with: one, unless its logits take a large part of the device.
+    Up to 16, the number is one that other forms have too, so that budgets share forms. More chunks spare little more memory,
+    and each adds time, so they are only for a device that is small beside the logits."""
     nbytes = logits_nbytes(joint)
     if device is None or nbytes < device * _LARGE_HEAD:
         return 1

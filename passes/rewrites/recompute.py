@@ -211,11 +211,11 @@ def repeat_forward(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     return step
 
 
-Place = tuple[int, ...]  # of a call among others: it stands before those with larger ones
+Place = tuple[int, ...]  # of a call: places sort in the order of calls
 
 
 class Calls:
-    """The calls of a step, each with a ``place``, which stays as it is where others are put in between."""
+    """The calls of a step, each with its ``place``. A call keeps it when others are put between."""
 
     def __init__(self, calls: Sequence[fx.Node]) -> None:
         self.place: dict[fx.Node, Place] = {call: (position,) for position, call in enumerate(calls)}

@@ -110,20 +110,22 @@ def test_of_forms_that_are_likely_as_fast_the_one_with_the_lowest_bound_is_searc
 
 
 def test_a_form_whose_bound_is_hardly_lower_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert searched(monkeypatch, chunks(1, 100), chunks(4, 99.9, climbed_us=101)) == [1]
-    assert searched(monkeypatch, chunks(1, 100), chunks(4, 99.9), chunks(16, 90), host=1) == [1, 16]
+    assert searched(monkeypatch, chunks(1, 100, 109, 109), chunks(4, 99.9, 101, 101)) == [1]
+    forms = chunks(1, 100, 109, 109), chunks(4, 99.9, 101, 101), chunks(16, 90)
+    assert searched(monkeypatch, *forms, host=1) == [1, 16]
 
 
 def test_finer_forms_are_left_out_once_the_bound_rises(monkeypatch: pytest.MonkeyPatch) -> None:
-    forms = chunks(1, 100), chunks(4, 90), chunks(16, 95), chunks(64, 80)
-    assert searched(monkeypatch, *forms) == [4]
+    for us, order in ((98, [4]), (102, [64])):  # far above the bound, that tells nothing
+        forms = chunks(1, 100), chunks(4, 90, us, us), chunks(16, 95), chunks(64, 80, 85, 85)
+        assert searched(monkeypatch, *forms) == order
 
 
 def test_no_form_has_more_chunks_once_the_bound_rises_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Comparison, "is_near", False)
-    first, finer = chunks(1, 100), (chunks(1, 100), chunks(4, 90), chunks(16, 95))
-    comparison = run(monkeypatch, Budgets(1, None, 0), lambda form: planned_in(120.0), [(first, finer)])
-    assert [comparison.has_other_chunks(Form(count, tiles=4)) for count in (1, 4, 16, 64)] == [False, False, True, True]
+    first, finer = chunks(1, 100), (chunks(1, 100), chunks(4, 90, 98, 98), chunks(16, 95))
+    comparison = run(monkeypatch, Budgets(1, None, 0), lambda form: planned_in(form.time_us), [(first, finer)])
+    assert [comparison.is_to_skip(Form(count, tiles=4)) for count in (1, 4, 16, 64)] == [False, False, True, True]
 
 
 def test_a_form_is_searched_at_once_if_finer_ones_could_hardly_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,10 +154,13 @@ def test_no_tiles_are_made_where_the_best_bound_is_near_what_they_could_give(
 ) -> None:
     """They take long to make. All of a small step are."""
     monkeypatch.setattr(Comparison, "is_near", False)
-    first, tiles = chunks(1, bound_us, finer_us=90), [Made(Form(tiles=count), 90 - count, 120, 120) for count in (4, 16, 64)]
+    first, tiles = (
+        chunks(1, bound_us, 101, 101, finer_us=90),
+        [Made(Form(tiles=count), 90 - count, 120, 120) for count in (4, 16, 64)],
+    )
     for small in (False, True):
         left = iter(tiles)
-        run(monkeypatch, Budgets(1, None, 0), lambda form: planned_in(120.0), [(first, (first,), left)], small)
+        run(monkeypatch, Budgets(1, None, 0), lambda form: planned_in(form.time_us), [(first, (first,), left)], small)
         assert 3 - len([*left]) == (3 if small else seen)
 
 
@@ -309,8 +314,8 @@ def test_finer_forms_have_chunks_if_these_promise_more(
     first, in_chunks, whole = chunks(1, 100), Made(Form(64, 4), 90, 120, 120), Made(Form(1, 4), bound_us, 120, 120)
     chains = (first,), (in_chunks,), (whole,)
     comparison = run(monkeypatch, Budgets(1, None, 0), lambda form: planned_in(form.time_us), [(first, *chains)], small)
-    assert comparison.has_other_chunks(Form(1, tiles=16)) is not enough
-    assert not comparison.has_other_chunks(Form(64, tiles=16)) and not comparison.has_other_chunks(Form(1))
+    assert comparison.is_to_skip(Form(1, tiles=16)) is not enough
+    assert not comparison.is_to_skip(Form(64, tiles=16)) and not comparison.is_to_skip(Form(1))
 
 
 def test_forms_that_are_cut_most_come_first_after_those_with_other_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
