@@ -37,7 +37,10 @@ _ENOUGH = 1.05  # of what another form could give: in each compilation, fragment
 _TO_BOUND = 1 / 3  # of the way from what short climbs find to the bound: what forms are compared by
 _TIED = 1.003  # times what another form is likely to take: one that promises more is searched, too
 _ABOUT = 0.999  # of the bytes that a form needs: others that need these are not made finer where none fits
-_TELLING = 1.1  # times its bound: if a plan takes longer, that bound does not rule out other forms
+_TELLING, _TELLING_FINER = (
+    1.1,
+    1.2,
+)  # times its bound: of a plan that takes longer, it rules out no forms; nor to make finer ones
 _CLOSE = 1.05  # times what short climbs take with all rows, or with few: finer forms of the other are compared too
 
 
@@ -99,14 +102,15 @@ class Comparison(Generic[S]):
         if all_resident or self.forms.limits.disk is not None:  # with a disk, only where the first does not fit
             return True
         least_us = min(map(self._finer_us, self._coarsest))
-        promises_little = self._is_telling(form, us) and least_us > PROMISE * form.candidates.bound_us(*self._device_and_host)
+        promises_little = self._is_telling(form, us, _TELLING_FINER) and least_us > PROMISE * form.candidates.bound_us(
+            *self._device_and_host
+        )
         return promises_little or us <= (_NEAR if is_small(form.candidates) else _NEAR_LARGE) * least_us
 
     def _finer_us(self, form: S) -> float:
         """Returns the µs of the fastest plan that could be of a form and of all finer ones: as if what a block's work needs
         while it runs took no memory, nor what others may take few rows of."""
-        device, host = self._device_and_host
-        step = form.candidates.problem.step
+        (device, host), step = self._device_and_host, form.candidates.problem.step
         names = self._may_be_in_rows - {
             name for coarsest in self._coarsest for name in coarsest.candidates.problem.step.meta["rows"]
         }
@@ -226,7 +230,7 @@ class Comparison(Generic[S]):
 
     def _gains_little_from_finer(self) -> bool:
         """Tells whether tiles and fragments, which take long to make of a large step, could make it little faster."""
-        if (lead := self.lead) is None or not self._is_telling(lead[1], lead[0]):
+        if (lead := self.lead) is None or not self._is_telling(lead[1], lead[0], _TELLING_FINER):
             return False
         limits = self._device_and_host
         least_us = min(form.candidates.bound_us(*limits, inside=False) for form in self._coarsest)
@@ -305,10 +309,9 @@ class Comparison(Generic[S]):
             return limits.host is not None or not self._is_likely_slower(form, best, _CLOSE)
         if not self._goes_by_bounds(form):
             return True
-        best_us, like_best = min(alike, key=lambda each: each[0])
-        if self._is_telling(like_best, us if like_best is best else best_us) and not promises_more(
-            form.candidates, limits, like_best.candidates
-        ):
+        like_us, like_best = min(alike, key=lambda each: each[0])
+        is_telling = self._is_telling(like_best, us if like_best is best else like_us)
+        if is_telling and not promises_more(form.candidates, limits, like_best.candidates):
             return False
         return not self._is_compared_by_climbs(form) or not self._is_hopeless(form, _HOPELESS * us)
 
@@ -372,10 +375,10 @@ class Comparison(Generic[S]):
         bounds, one farther than another, and not where fragments were asked for."""
         return not self.allowed.in_fragments and not is_small(form.candidates)
 
-    def _is_telling(self, form: S, us: float) -> bool:
+    def _is_telling(self, form: S, us: float, times: float = _TELLING) -> bool:
         """Tells whether the bound of a form whose plan takes ``us`` rules out other forms: that of a large step does unless the
-        plan is far above it."""
-        return self._goes_by_bounds(form) and us <= _TELLING * form.candidates.bound_us(*self._device_and_host)
+        plan takes that many ``times`` as long."""
+        return self._goes_by_bounds(form) and us <= times * form.candidates.bound_us(*self._device_and_host)
 
     def _may_fit(self, form: S) -> bool:
         """Tells whether some plan of a form may be within the device's bytes, by its linear program."""
