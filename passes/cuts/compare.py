@@ -4,9 +4,9 @@ A form is left out if no plan of it can be faster than the best one, by the boun
 not searched either if that bound is hardly lower than the best form's; finer ones are not made once a bound rises. Of those
 that are left, short climbs and the bounds tell which is likely to be the fastest: where they do, it alone is searched. Others
 than the first are not made where it is so near to what any form could give that they are not worth it; nor are tiles and
-fragments where the bound of the best form is. Where the best plan is far above its bound, that says little, and is not gone by.
-By as much as these differences, and no more, a little more memory can be
-predicted to be slower: a form that is taken because no other fits is compared where others fit, too.
+fragments where the bound of the best form is. A bound far below its own plan says little, and rules out no others. By as much as
+these differences, and no more, a little more memory can be predicted to be slower: a form that is taken because no other fits is
+compared where others fit, too.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ _ENOUGH = 1.05  # of what another form could give: in each compilation, fragment
 _TO_BOUND = 1 / 3  # of the way from what short climbs find to the bound: what forms are compared by
 _TIED = 1.003  # times what another form is likely to take: one that promises more is searched, too
 _ABOUT = 0.999  # of the bytes that a form needs: others that need these are not made finer where none fits
-_TELLING, _TELLING_FINER = (
-    1.1,
-    1.2,
-)  # times its bound: of a plan that takes longer, it rules out no forms; nor to make finer ones
+_TELLING = 1.1  # times its bound: if a plan takes longer, that bound does not rule out other forms
+_TELLING_FINER = 1.2  # the same of forms that take long to make: tiles and fragments
 _CLOSE = 1.05  # times what short climbs take with all rows, or with few: finer forms of the other are compared too
 
 
@@ -102,9 +100,8 @@ class Comparison(Generic[S]):
         if all_resident or self.forms.limits.disk is not None:  # with a disk, only where the first does not fit
             return True
         least_us = min(map(self._finer_us, self._coarsest))
-        promises_little = self._is_telling(form, us, _TELLING_FINER) and least_us > PROMISE * form.candidates.bound_us(
-            *self._device_and_host
-        )
+        bound_us = form.candidates.bound_us(*self._device_and_host)
+        promises_little = self._is_telling(form, us, _TELLING_FINER) and least_us > PROMISE * bound_us
         return promises_little or us <= (_NEAR if is_small(form.candidates) else _NEAR_LARGE) * least_us
 
     def _finer_us(self, form: S) -> float:
@@ -207,12 +204,9 @@ class Comparison(Generic[S]):
         if form.form == Form(form.form.chunks) or not self._goes_by_bounds(form):
             return False
         chunks, rows, limits = form.form.chunks, form.candidates.problem.step.meta["rows"].keys(), self._device_and_host
-        others = [
-            each
-            for each in self._compared.values()
-            if each.form.chunks > chunks and replace(each.form, chunks=chunks) == form.form
-        ]
-        alike = [each.candidates for each in others if each.candidates.problem.step.meta["rows"].keys() == rows]
+        finer = [each for each in self._compared.values() if each.form.chunks > chunks]
+        alike = [each.candidates for each in finer if replace(each.form, chunks=chunks) == form.form]
+        alike = [candidates for candidates in alike if candidates.problem.step.meta["rows"].keys() == rows]
         return any(candidates.bound_us(*limits) <= form.candidates.bound_us(*limits) for candidates in alike)
 
     def _promises_less(self, rows: S, coarsest: Sequence[S]) -> bool:
