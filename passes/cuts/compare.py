@@ -1,12 +1,12 @@
 """Compares the forms of a step within a budget: of those that could be the fastest, each is planned, and no others are.
 
-A form is left out if no plan of it can be faster than the best one, by the bound of its linear program. One of a large step is
-not searched either if that bound is hardly lower than the best form's; finer ones are not made once a bound rises. Of those
-that are left, short climbs and the bounds tell which is likely to be the fastest: where they do, it alone is searched. Others
-than the first are not made where it is so near to what any form could give that they are not worth it; nor are tiles and
-fragments where the bound of the best form is. A bound far below its own plan says little, and rules out no others. By as much as
-these differences, and no more, a little more memory can be predicted to be slower: a form that is taken because no other fits is
-compared where others fit, too.
+A form is left out if no plan of it can be faster than the best one, by the bound of its linear program. One of a large step
+is not searched either if that bound is hardly lower than the best form's; finer ones are not made once a bound rises. Of
+those that are left, short climbs and the bounds tell which is likely to be the fastest: where they do, it alone is searched.
+Others than the first are not made where it is so near to what any form could give that they are not worth it; nor are tiles
+and fragments where the bound of the best form is. A bound far below its own plan says little, and rules out no others. By as
+much as these differences, and no more, a little more memory can be predicted to be slower: a form that is taken because no
+other fits is compared where others fit, too.
 """
 
 from __future__ import annotations
