@@ -47,6 +47,11 @@ def rows_of(forms: Forms[S], embeddings: str) -> frozenset[str]:
     return frozenset(fetched_by_rows(forms.captured, embeddings))
 
 
+def _taken_in_rows(form: S) -> frozenset[str]:
+    """Returns the embeddings of which a form takes few rows."""
+    return frozenset(form.candidates.problem.step.meta["rows"])
+
+
 class Comparison(Generic[S]):
     """Compares forms. ``fitting``: those planned so far that fit; ``refused``: those that do not.
     ``hurries``: whether forms that could be a few percent faster are not worth a search."""
@@ -107,10 +112,9 @@ class Comparison(Generic[S]):
     def _finer_us(self, form: S) -> float:
         """Returns the µs of the fastest plan that could be of a form and of all finer ones: as if what a block's work needs
         while it runs took no memory, nor what others may take few rows of."""
-        (device, host), step = self._device_and_host, form.candidates.problem.step
-        names = self._may_be_in_rows - {
-            name for coarsest in self._coarsest for name in coarsest.candidates.problem.step.meta["rows"]
-        }
+        device, host = self._device_and_host
+        step = form.candidates.problem.step
+        names = self._may_be_in_rows.difference(*map(_taken_in_rows, self._coarsest))
         held = held_nbytes(step, form.candidates.problem.budgets)
         more = sum(held[home] for home in {step.meta["homes"][name] for name in names if name in step.meta["homes"]})
         return form.candidates.bound_us(None if device is None else device + more, host, inside=False)
@@ -203,18 +207,18 @@ class Comparison(Generic[S]):
         forms with as few chunks are taken not to have one either."""
         if form.form == Form(form.form.chunks) or not self._goes_by_bounds(form):
             return False
-        chunks, rows, limits = form.form.chunks, form.candidates.problem.step.meta["rows"].keys(), self._device_and_host
-        finer = [each for each in self._compared.values() if each.form.chunks > chunks]
-        alike = [each.candidates for each in finer if replace(each.form, chunks=chunks) == form.form]
-        alike = [candidates for candidates in alike if candidates.problem.step.meta["rows"].keys() == rows]
+        chunks, limits = form.form.chunks, self._device_and_host
+        in_more = [other for other in self._compared.values() if other.form.chunks > chunks]
+        cut_alike = [other for other in in_more if replace(other.form, chunks=chunks) == form.form]
+        alike = [other.candidates for other in cut_alike if _taken_in_rows(other) == _taken_in_rows(form)]
         return any(candidates.bound_us(*limits) <= form.candidates.bound_us(*limits) for candidates in alike)
 
     def _promises_less(self, rows: S, coarsest: Sequence[S]) -> bool:
         """Tells whether a form that takes few rows, and goes by bounds, promises no more than one that takes all: to take rows
         takes time, and its bound leaves out some of that."""
-        if not self._goes_by_bounds(rows) or not rows.candidates.problem.step.meta["rows"]:
+        if not self._goes_by_bounds(rows) or not _taken_in_rows(rows):
             return False
-        limits, others = self.forms.limits, [form for form in coarsest if not form.candidates.problem.step.meta["rows"]]
+        limits, others = self.forms.limits, [form for form in coarsest if not _taken_in_rows(form)]
         return any(not promises_more(rows.candidates, limits, form.candidates) for form in others)
 
     def _is_far(self, form: S) -> bool:
@@ -322,10 +326,9 @@ class Comparison(Generic[S]):
 
     def _takes_rows_like(self, form: S) -> list[tuple[float, S]]:
         """Returns the forms with plans, and their µs, that take few rows of the same embeddings as a form does."""
-        rows = form.candidates.problem.step.meta["rows"].keys()
         planned = [(planned.plan.total_us, each) for each, planned in self.fitting]
         planned += [(self._likely_us(each), each) for each in self._waiting]
-        return [one for one in planned if one[1].candidates.problem.step.meta["rows"].keys() == rows]
+        return [one for one in planned if _taken_in_rows(one[1]) == _taken_in_rows(form)]
 
     def _waits(self, form: S) -> bool:
         """Tells whether a form is searched when it is known which is likely to be the fastest."""

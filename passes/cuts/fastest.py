@@ -57,8 +57,9 @@ def _compared(comparison: Comparison[S]) -> Comparison[S]:
 
 
 def _finer_forms(comparison: Comparison[S], fragments: str | None, begins: int, compared: bool) -> Iterator[list[Form]]:
-    """Yields chains of finer and finer forms; finds them when the first is asked for. Where some forms are ``compared``, those
-    that differ most from these come first: then most others need no search."""
+    """Yields chains of finer and finer forms; finds them when the first is asked for. Those that are cut most come first:
+    where some forms are ``compared``, most others then need no search. Where none fits yet, one is found sooner; but forms with
+    other chunks alone, which are made soon, come before them."""
     forms, first = comparison.forms, comparison.forms.first
     cuts = possible_cuts(forms.captured, fragments, begins)[1:]
     chains = [each for each in chains_of_forms(comparison.allowed, first.form, cuts) if each != [first.form]]

@@ -154,10 +154,8 @@ def test_no_tiles_are_made_where_the_best_bound_is_near_what_they_could_give(
 ) -> None:
     """They take long to make. All of a small step are."""
     monkeypatch.setattr(Comparison, "is_near", False)
-    first, tiles = (
-        chunks(1, bound_us, 101, 101, finer_us=90),
-        [Made(Form(tiles=count), 90 - count, 120, 120) for count in (4, 16, 64)],
-    )
+    first = chunks(1, bound_us, 101, 101, finer_us=90)
+    tiles = [Made(Form(tiles=count), 90 - count, 120, 120) for count in (4, 16, 64)]
     for small in (False, True):
         left = iter(tiles)
         run(monkeypatch, Budgets(1, None, 0), lambda form: planned_in(form.time_us), [(first, (first,), left)], small)
