@@ -36,7 +36,7 @@ from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts import fastest
-from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, first_form, in_rows
+from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, first_form, in_rows, told_head
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
 from mtcompile.passes.cuts.quick import QuickCandidates
@@ -225,17 +225,23 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
         return fastest_form(joint, captured, target, placement)
     best = forms.planned[compared.best[0]]
     forms.shared.keep_only(best.problem.step, best.planned.step)
+    in_chunks = options.loss_chunks == "auto" and not best.planned.plan.all_resident
+    told = told_head(joint, best.problem.budgets.device) if in_chunks else []
     if not fragments_of(best.joint.graph):
-        return best
+        return _noted(best, told)
 
     def streamed() -> Schedule:
         problem = forms.problem(forms.rewritten(replace(best.joint.form, cut=UNCUT)))
         return streamed_whole(problem, cut_on_disk(best.planned.step, best.planned.plan))
 
     whole = next((planned.schedule for each, planned in compared.fitting if not fragments_of(each.joint.graph)), None)
-    told = told_fragments(best.planned, streamed() if whole is None else whole, fits=whole is not None)
-    notes = (*best.planned.plan.notes, told, *told_whole(joint, best.joint.form.cut, best.planned.step, begins))
-    return best._replace(planned=replace(best.planned, plan=replace(best.planned.plan, notes=notes)))
+    told.append(told_fragments(best.planned, streamed() if whole is None else whole, fits=whole is not None))
+    return _noted(best, told + told_whole(joint, best.joint.form.cut, best.planned.step, begins))
+
+
+def _noted(best: PlannedStep, notes: list[str]) -> PlannedStep:
+    plan = best.planned.plan
+    return best._replace(planned=replace(best.planned, plan=replace(plan, notes=(*plan.notes, *notes)))) if notes else best
 
 
 @dataclass(frozen=True, eq=False)

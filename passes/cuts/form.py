@@ -14,8 +14,9 @@ from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights, cuts_of
 from mtcompile.passes.cuts.rows.check import check_rows
 from mtcompile.passes.cuts.rows.take import take_rows
 from mtcompile.passes.cuts.tiles.rewrite import tile_tokens, tiles_contract
-from mtcompile.passes.joint.loss_head import chunk_loss, logits_nbytes
-from mtcompile.passes.step_graph import copy_step
+from mtcompile.passes.joint.loss_head import chunk_loss, logits_nbytes, narrow_logits
+from mtcompile.passes.step_graph import copy_step, storage_nbytes
+from mtcompile.runtime.schedule import gib
 
 AUTO = (1, 4, 16, 64)  # chunks, and tiles, that "auto" chooses among
 SMALL = 3000  # operations of a step whose other forms are made in about a second each
@@ -53,6 +54,18 @@ def first_chunks(joint: fx.GraphModule, device: int | None) -> int:
     if fewest > AUTO[-2] and nbytes > AUTO[-2] * device * _LARGE_CHUNK:
         return fewest
     return next(number for number in AUTO if number >= min(fewest, AUTO[-2]))
+
+
+def told_head(joint: fx.GraphModule, device: int | None) -> list[str]:
+    """Says that a loss head stays whole for the type of its logits, where these take a large part of the device."""
+    logits = narrow_logits(joint)
+    if logits is None or device is None or (nbytes := storage_nbytes(logits)) < device * _LARGE_HEAD:
+        return []
+    dtype = str(logits.dtype).removeprefix("torch.")
+    return [
+        f"the loss head stays whole: its logits ({gib(nbytes)}) are {dtype}, too coarse to add up the losses of chunks. "
+        "Compute the loss from logits.float() to let it run in chunks"
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,7 @@ class _Head:
 def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
     """Rewrites, in place, every loss head of a normalized joint graph whose logits nothing else reads. Returns how many there
     were."""
-    recognised = [_recognise(node) for node in joint.graph.nodes] if chunks > 1 else []
-    heads = [head for head in recognised if head is not None and _backward_point(joint.graph, head.backward) is not None]
+    heads = [head for head in _heads(joint.graph) if _is_wide(head)] if chunks > 1 else []
     for head in heads:
         _rewrite(joint.graph, head, chunks)
     if heads:
@@ -76,11 +75,27 @@ def logits_nbytes(joint: fx.GraphModule) -> int:
     return max((storage_nbytes(node.meta["val"]) for node in logits), default=0)
 
 
+def narrow_logits(joint: fx.GraphModule) -> torch.Tensor | None:
+    """Returns the largest logits of a normalized joint graph that stay whole only for their type; None if there are none. Sums
+    of losses over chunks would be rounded to as few digits."""
+    narrow = [_val(head.softmax) for head in _heads(joint.graph) if not _is_wide(head)]
+    return max(narrow, key=storage_nbytes, default=None)
+
+
+def _heads(graph: fx.Graph) -> list[_Head]:
+    recognised = [_recognise(node) for node in graph.nodes]
+    return [head for head in recognised if head is not None and _backward_point(graph, head.backward) is not None]
+
+
+def _is_wide(head: _Head) -> bool:
+    return _val(head.softmax).dtype in (torch.float32, torch.float64)
+
+
 def _recognise(softmax: fx.Node) -> _Head | None:
     if softmax.target is not aten._log_softmax.default or softmax.args[1] not in (1, -1) or softmax.args[2]:
         return None
-    shape, dtype = _val(softmax).shape, _val(softmax).dtype
-    if len(shape) != 2 or dtype not in (torch.float32, torch.float64):
+    shape = _val(softmax).shape
+    if len(shape) != 2:
         return None
     product, casts = _up(softmax.args[0])
     if product.target not in (aten.mm.default, aten.addmm.default) or product.kwargs or len(product.users) != 1:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 # Limits count evaluations, not seconds, so that the same input gives the same plan. One takes time in proportion to regions.
 _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
 _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
-_REFINED = 100  # plans evaluated between two of a ladder
+_REFINED = 50  # plans evaluated between two of a ladder
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 _FEW_SEARCHED = 30  # fewer are no search of a step, which then has fewer seeds
 

@@ -184,9 +184,13 @@ def seed_ladders(
     bases = [least.changed(lookahead=ahead, pooled=True) for ahead in _AHEAD]
     # The first and the last home are updated last and read first: what they would keep waiting says little of the others.
     ends = [Rule({homes[0]: True}), Rule({homes[0]: True, homes[-1]: True})] if len(homes) > 1 else []
-    rules = [(rule, base) for rule in (Rule(), *ends) for base in (bases[:1] if few and rule.decided else bases)]
-    rules += [] if few else [(Rule(dict.fromkeys(homes, False)), base) for base in bases]
-    rules += [(Rule(earliest=True), base) for base in bases] if len(homes) > 1 else []
+    earliest = [Rule(earliest=True)] if len(homes) > 1 else []
+    if few:
+        near, farther, farthest = bases
+        rules = [(Rule(), near), (Rule(), farthest)]
+        rules += [(rule, near) for rule in ends[-1:]] + [(rule, farther) for rule in earliest]
+    else:
+        rules = [(rule, base) for rule in (Rule(), *ends, Rule(dict.fromkeys(homes, False)), *earliest) for base in bases]
     ladders = []
     # With room for what backwards make again, seeds are nearer to their budgets; but other decisions may be better.
     for again in (False,) if few else (False, True):

@@ -104,6 +104,28 @@ def test_other_reductions_are_left_alone() -> None:
     assert chunk_loss(trace(Summed(), data()).joint, 4) == 0
 
 
+def test_narrow_logits_stay_and_a_note_says_so() -> None:
+    """Sums over chunks would be rounded as the logits are."""
+
+    class Narrow(Head):
+        def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+            logits = self.head(self.embed(tokens).tanh())
+            return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+    model, inputs = Narrow(2048, dtype=torch.bfloat16), data(2048, 171)
+    assert chunk_loss(trace(model, inputs).joint, 4) == 0
+    with pytest.raises(mtcompile.CaptureError, match="of float32 logits"):
+        mtcompile.compile(copy.deepcopy(model), memory="64MiB", loss_chunks=4)(**inputs)
+    forecast = mtcompile.plan(copy.deepcopy(model), inputs, memory="6600KiB")
+    assert any("logits (2.00 MiB) are bfloat16" in note for note in forecast.notes)
+    assert not any("loss head" in note for note in mtcompile.plan(copy.deepcopy(model), inputs, memory="16MiB").notes)
+    compiled = mtcompile.compile(copy.deepcopy(model), memory="6250KiB", loss_chunks="auto")
+    compiled(**inputs).backward()
+    assert compiled.plan is not None and any("loss head" in note for note in compiled.plan.notes)
+    wide = mtcompile.plan(Head(2048, dtype=torch.bfloat16), inputs, memory="6600KiB")
+    assert not any("loss head" in note for note in wide.notes)
+
+
 @pytest.mark.parametrize("door", ["compile", "backend"])
 def test_the_peak_falls_by_about_the_logits(door: str) -> None:
     """8K words, 513 tokens: 16 MiB of logits."""
