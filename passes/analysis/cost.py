@@ -1,5 +1,4 @@
-"""The cost of a kernel: FLOPs by torch's own formulas, bytes of memory traffic, and time on a machine, by the roofline or as
-measured there."""
+"""The cost of a kernel: FLOPs, bytes of memory traffic, and time on a machine, by the roofline or as measured there."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
+from mtcompile.passes.analysis.flops import by_name, node_flops
 from mtcompile.passes.analysis.rows import ROW_COPY_US, rows_that_cross
 from mtcompile.passes.analysis.tiles import program_of, run_tiles
 from mtcompile.passes.generators import replay
@@ -37,11 +36,6 @@ _HIDING_NBYTES = 16 * 2**20  # an operation that moves more takes longer than th
 # A softmax whose rows are longer than this reads them again from memory: its operand twice more, its backward once more.
 _LONG_ROW_NBYTES = 96 * 1024
 _READ_AGAIN = {aten._softmax: 2, aten._log_softmax: 2, aten._softmax_backward_data: 1, aten._log_softmax_backward_data: 1}
-# Attention on a CPU, by the formulas of a GPU's: torch has none.
-_SAME_FLOPS = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
-}
 # Of a collective through the host's memory, reads and writes of what a rank has; of the network between hosts, crossings.
 _PASSES = {"all_reduce": 7, "reduce_scatter": 5, "all_gather": 4, "all_gather of parts": 4, "broadcast": 4}
 _CROSSINGS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_gather of parts": 1, "broadcast": 2}
@@ -276,7 +270,7 @@ def _read_again_nbytes(node: fx.Node) -> int:
     times = _READ_AGAIN.get(getattr(node.target, "overloadpacket", None), 0)
     if not times:
         return 0
-    value, dim = next(iter_tensors(node.all_input_nodes[0])), _by_name(node.target, node.args, node.kwargs)["dim"]
+    value, dim = next(iter_tensors(node.all_input_nodes[0])), by_name(node.target, node.args, node.kwargs)["dim"]
     row = value.shape[dim] * value.element_size() if value.dim() else 0
     return times * span_nbytes(value) if row > _LONG_ROW_NBYTES else 0
 
@@ -287,34 +281,6 @@ def _cost_of_tiles(node: fx.Node) -> Cost:
     bodies = (kernel_cost(body) for body, count in program.bodies for _ in range(count))
     results = len(program.makes) * len(program.bounds)
     return sum(bodies, Cost(0, 2 * sum(span_nbytes(v) for v in iter_tensors(node)), results))
-
-
-def node_flops(node: fx.Node) -> int:
-    """FLOPs of one operation by torch's formula; 0 where there is none. Causal attention does half of what the formula says."""
-    target, args = (node.args[2], node.args[3:]) if node.target is replay else (node.target, node.args)
-    operation = getattr(target, "overloadpacket", None)
-    formula = flop_registry.get(_SAME_FLOPS.get(operation, operation))
-    if formula is None or "val" not in node.meta:
-        return 0
-    operands, kwargs = fx.node.map_arg((args, node.kwargs), lambda operand: operand.meta["val"])
-    flops = int(formula(*_of_all_heads(target, operands), **kwargs, out_val=node.meta["val"]))
-    return flops // (2 if _by_name(target, args, node.kwargs).get("is_causal") is True else 1)  # no later position is looked at
-
-
-def _of_all_heads(target: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """The operands of an operation; of attention, keys and values by their shapes, with as many heads as the queries have. Each
-    head of the queries costs the same, but the formulas before torch 2.12 refuse fewer heads of keys and values."""
-    if not target._schema.name.startswith("aten::_scaled_dot_product"):
-        return operands
-    named = _by_name(target, operands, {})
-    heads = named["query"].shape[:2]
-    return [(*heads, *operand.shape[2:]) if name in ("key", "value") else operand for name, operand in named.items()]
-
-
-def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that an operation is given, by their names; without a schema, those given by name."""
-    names = [argument.name for argument in target._schema.arguments] if hasattr(target, "_schema") else []
-    return dict(zip(names, args, strict=False), **kwargs)
 
 
 def rows_us(machine: Machine, queue: str, rows: int, nbytes: int, whole_nbytes: int) -> float:

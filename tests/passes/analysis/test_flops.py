@@ -1,13 +1,20 @@
-"""FLOPs of operations for which torch has no formula, or one that counts too many."""
+"""FLOPs of operations: as torch counts them, but for causal attention and attention on a CPU."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils.flop_counter import flop_registry
 
 from mtcompile.capture.tracing import trace
-from mtcompile.passes.analysis.cost import node_flops
+from mtcompile.passes.analysis import flops as counted
+from mtcompile.passes.analysis.flops import node_flops
 from mtcompile.passes.step_graph import kernel_of, regions
 
 BATCH, HEADS, TOKENS, SIZE = 2, 4, 64, 8
@@ -31,3 +38,67 @@ def test_attention_counts_on_a_cpu_too(causal: bool) -> None:
     flops = [node_flops(node) for node in nodes if "attention" in str(node.target)]
     product = 2 * BATCH * HEADS * TOKENS * TOKENS * SIZE // (1 + causal)
     assert flops == [2 * product, 5 * product]
+
+
+def call(operation: Any, *operands: Any, val: Any) -> fx.Node:
+    """A call of an operation with ``operands`` of these shapes, in a graph of its own."""
+    graph = fx.Graph()
+    made: list[Any] = []
+    for operand in operands:
+        made.append(graph.placeholder("x") if isinstance(operand, Tensor) else operand)
+        if isinstance(operand, Tensor):
+            made[-1].meta["val"] = operand
+    node = graph.call_function(operation, tuple(made))
+    node.meta["val"] = val
+    return node
+
+
+def of(*shape: int) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("operation", "shapes", "result"),
+    [
+        (torch.ops.aten.mm.default, [(3, 5), (5, 7)], (3, 7)),
+        (torch.ops.aten.addmm.default, [(7,), (3, 5), (5, 7)], (3, 7)),
+        (torch.ops.aten.bmm.default, [(2, 3, 5), (2, 5, 7)], (2, 3, 7)),
+        (torch.ops.aten.baddbmm.default, [(2, 3, 7), (2, 3, 5), (2, 5, 7)], (2, 3, 7)),
+        (
+            torch.ops.aten._scaled_dot_product_flash_attention.default,
+            [(2, 4, 9, 8), (2, 4, 11, 8), (2, 4, 11, 6)],
+            (2, 4, 9, 6),
+        ),
+        (
+            torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+            [(2, 4, 9, 6), (2, 4, 9, 8), (2, 4, 11, 8), (2, 4, 11, 6)],
+            (2, 4, 9, 8),
+        ),
+    ],
+)
+def test_products_and_attention_count_as_torch_counts(operation: Any, shapes: Sequence[Any], result: Any) -> None:
+    operands = [of(*shape) for shape in shapes]
+    expected = flop_registry[operation.overloadpacket](*operands, out_val=of(*result))
+    assert node_flops(call(operation, *operands, val=of(*result))) == expected > 0
+
+
+def test_operations_with_a_formula_are_looked_up() -> None:
+    """By their names, as torch's table takes long to load; and any that somebody adds, as it is loaded then."""
+    torchs = {str(operation) for operation in flop_registry if str(operation).startswith("aten.")}
+    assert torchs and all(any(part in name for part in counted._WITH_FORMULA) for name in torchs)
+    image, weight = of(2, 3, 8, 8), of(4, 3, 3, 3)
+    operands = image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    assert node_flops(call(torch.ops.aten.convolution.default, *operands, val=of(2, 4, 8, 8))) == 2 * 2 * 4 * 64 * 3 * 9
+    cumulated = call(torch.ops.aten.cumsum.default, of(4), 0, val=of(4))
+    assert node_flops(cumulated) == 0
+    flop_registry[torch.ops.aten.cumsum] = lambda *operands, **_: 44
+    try:
+        assert node_flops(cumulated) == 44
+    finally:
+        del flop_registry[torch.ops.aten.cumsum]
+
+
+def test_planning_a_language_model_loads_no_table() -> None:
+    program = "import sys, mtcompile; mtcompile.plan('gpt-11m', machine='h100-sxm'); print('triton' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["False"]
