@@ -221,27 +221,25 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
     compared = fastest.fastest_form(forms, options.allowed(placement.may_cut_weights(), begins))
     if compared.best is None:
         if not any(placement.give_up_residents(error) for _, error in compared.refused):
-            raise forms.errors[compared.refusal[0]] from None
+            refused = forms.errors[compared.refusal[0]]
+            of_head = (
+                told_head(joint, forms.limits.device) if options.loss_chunks == "auto" and refused.tier == "device" else []
+            )
+            raise (BudgetError(f"{refused}\n  {of_head[0]}", refused.minimum_bytes) if of_head else refused) from None
         return fastest_form(joint, captured, target, placement)
     best = forms.planned[compared.best[0]]
     forms.shared.keep_only(best.problem.step, best.planned.step)
-    in_chunks = options.loss_chunks == "auto" and not best.planned.plan.all_resident
-    told = told_head(joint, best.problem.budgets.device) if in_chunks else []
     if not fragments_of(best.joint.graph):
-        return _noted(best, told)
+        return best
 
     def streamed() -> Schedule:
         problem = forms.problem(forms.rewritten(replace(best.joint.form, cut=UNCUT)))
         return streamed_whole(problem, cut_on_disk(best.planned.step, best.planned.plan))
 
     whole = next((planned.schedule for each, planned in compared.fitting if not fragments_of(each.joint.graph)), None)
-    told.append(told_fragments(best.planned, streamed() if whole is None else whole, fits=whole is not None))
-    return _noted(best, told + told_whole(joint, best.joint.form.cut, best.planned.step, begins))
-
-
-def _noted(best: PlannedStep, notes: list[str]) -> PlannedStep:
-    plan = best.planned.plan
-    return best._replace(planned=replace(best.planned, plan=replace(plan, notes=(*plan.notes, *notes)))) if notes else best
+    told = told_fragments(best.planned, streamed() if whole is None else whole, fits=whole is not None)
+    notes = (*best.planned.plan.notes, told, *told_whole(joint, best.joint.form.cut, best.planned.step, begins))
+    return best._replace(planned=replace(best.planned, plan=replace(best.planned.plan, notes=notes)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -128,9 +128,9 @@ class Options:
         """Raises CaptureError if a training graph, in this form, has nothing of what was to be cut."""
         if self.loss_chunks not in ("auto", form.chunks):
             raise CaptureError(
-                f"loss_chunks={self.loss_chunks}: expected a linear layer followed by a mean cross-entropy of float32 logits "
-                "that nobody else reads, found none; return the loss without the logits, compute it from logits.float(), or "
-                "leave loss_chunks out"
+                f"loss_chunks={self.loss_chunks}: expected a linear layer whose float32 logits go straight into a mean "
+                "cross-entropy, without class weights or label smoothing, and that nothing else reads; found none. Return only "
+                "the loss, convert bf16 or fp16 logits with .float(), or leave loss_chunks out"
             )
         if self.tiles not in ("auto", 1) and form.tiles == 1:
             raise CaptureError(

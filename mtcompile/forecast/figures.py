@@ -67,7 +67,8 @@ def figures(request: ForecastRequest, sized: SizedStep, planned: Planned | DoesN
     )
     if isinstance(planned, DoesNotFit):
         refused = _refused(request, sized, unplanned, budgets, planned)
-        refused = replace(refused, notes=_notes(request, sized, candidates.problem.step, in_chunks=True))
+        head = told_head(sized.captured, budgets.device) if planned.tier == "device" else []
+        refused = replace(refused, notes=(*head, *_notes(request, sized, candidates.problem.step)))
         if not request.force:
             return refused
         least = candidates.least()
@@ -78,17 +79,15 @@ def figures(request: ForecastRequest, sized: SizedStep, planned: Planned | DoesN
 
 
 def _with_notes(request: ForecastRequest, sized: SizedStep, planned: Planned) -> Planned:
-    """Adds to a plan what stays whole, and why."""
-    notes = _notes(request, sized, planned.step, in_chunks=not planned.plan.all_resident)
+    """Adds to a plan in fragments which large weights stay whole, and why."""
+    notes = _notes(request, sized, planned.step)
     return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *notes))) if notes else planned
 
 
-def _notes(request: ForecastRequest, sized: SizedStep, step: fx.GraphModule, in_chunks: bool) -> tuple[str, ...]:
-    """``in_chunks``: whether chunks of the loss head would help."""
-    notes = told_head(sized.captured, request.budgets.device) if in_chunks else []
-    if fragments_of(step):
-        notes += told_whole(sized.captured, sized.form.cut, step, request.allowed(sized.captured).begins)
-    return tuple(notes)
+def _notes(request: ForecastRequest, sized: SizedStep, step: fx.GraphModule) -> tuple[str, ...]:
+    if not fragments_of(step):
+        return ()
+    return tuple(told_whole(sized.captured, sized.form.cut, step, request.allowed(sized.captured).begins))
 
 
 def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:

@@ -67,7 +67,8 @@ class Scaling:
 class Forecast:
     """A step that has been planned but not run.
 
-    ``minimum_device_bytes``: with which the step fits: cut as it is planned or, if nothing fits, in whichever way needs least.
+    ``minimum_device_bytes``: the least device memory in which the step fits, cut as in this plan; if nothing fits, cut in the
+    way that needs least.
     ``ledger``: tier -> part -> bytes at the step's peak. ``step_time_us``: time of forward, backward and update, of which
     ``update_us`` is what the update adds. ``certificate``: how fast any plan within the budgets could be; ``gap``: the share by
     which this one is slower. ``busy``: share of the step in which each queue works. ``exposed_us``: how long each queue works

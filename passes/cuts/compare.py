@@ -14,14 +14,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import inf
 from typing import Generic
 
-from mtcompile.passes.analysis.rows import fetched_by_rows
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.cuts.bounds import PROMISE, could_be_faster, is_small, least_us, promises_more
 from mtcompile.passes.cuts.form import Allowed, Form
-from mtcompile.passes.cuts.forms import Forms, S
+from mtcompile.passes.cuts.forms import Forms, S, rows_of, taken_in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT
 from mtcompile.passes.cuts.fragments.figures import streaming
 from mtcompile.passes.joint.loss_head import logits_nbytes
@@ -40,16 +40,6 @@ _ABOUT = 0.999  # of the bytes that a form needs: others that need these are not
 _TELLING = 1.1  # times its bound: if a plan takes longer, that bound does not rule out other forms
 _TELLING_FINER = 1.2  # the same of forms that take long to make: tiles and fragments
 _CLOSE = 1.05  # times what short climbs take with all rows, or with few: finer forms of the other are compared too
-
-
-def rows_of(forms: Forms[S], embeddings: str) -> frozenset[str]:
-    """Returns the embeddings of which forms take few rows."""
-    return frozenset(fetched_by_rows(forms.captured, embeddings))
-
-
-def _taken_in_rows(form: S) -> frozenset[str]:
-    """Returns the embeddings of which a form takes few rows."""
-    return frozenset(form.candidates.problem.step.meta["rows"])
 
 
 class Comparison(Generic[S]):
@@ -114,7 +104,7 @@ class Comparison(Generic[S]):
         while it runs took no memory, nor what others may take few rows of."""
         device, host = self._device_and_host
         step = form.candidates.problem.step
-        names = self._may_be_in_rows.difference(*map(_taken_in_rows, self._coarsest))
+        names = self._may_be_in_rows.difference(*map(taken_in_rows, self._coarsest))
         held = held_nbytes(step, form.candidates.problem.budgets)
         more = sum(held[home] for home in {step.meta["homes"][name] for name in names if name in step.meta["homes"]})
         return form.candidates.bound_us(None if device is None else device + more, host, inside=False)
@@ -160,14 +150,14 @@ class Comparison(Generic[S]):
         if self.is_near and not self.allowed.in_fragments:
             return
         left_out = {id(form) for form in self._left_out}
-        before = list[S]()
-        for form, chains in kinds:
-            if id(form) in left_out or self._needs_no_less(form, before):
-                continue
-            before.append(form)
-            for number, chain in enumerate(chains):
-                if not (number and self._gains_little_from_finer()) and not self._compare_finer(chain):
-                    return
+        left = [(form, enumerate(chains)) for form, chains in kinds if id(form) not in left_out]
+        for most in (1, None):  # the first chain of each kind: tiles and fragments take long to make
+            for place, (form, chains) in enumerate(left):
+                if self._needs_no_less(form, [other for other, _ in left[:place]]) or (most is None and self._is_behind(form)):
+                    continue
+                for number, chain in islice(chains, most):
+                    if not (number and self._gains_little_from_finer()) and not self._compare_finer(chain):
+                        return
 
     def _needs_no_less(self, form: S, before: Sequence[S]) -> bool:
         """Tells whether no form fits the device so far and one needs about as much of it as another ``before`` it, or more."""
@@ -210,15 +200,15 @@ class Comparison(Generic[S]):
         chunks, limits = form.form.chunks, self._device_and_host
         in_more = [other for other in self._compared.values() if other.form.chunks > chunks]
         cut_alike = [other for other in in_more if replace(other.form, chunks=chunks) == form.form]
-        alike = [other.candidates for other in cut_alike if _taken_in_rows(other) == _taken_in_rows(form)]
+        alike = [other.candidates for other in cut_alike if taken_in_rows(other) == taken_in_rows(form)]
         return any(candidates.bound_us(*limits) <= form.candidates.bound_us(*limits) for candidates in alike)
 
     def _promises_less(self, rows: S, coarsest: Sequence[S]) -> bool:
         """Tells whether a form that takes few rows, and goes by bounds, promises no more than one that takes all: to take rows
         takes time, and its bound leaves out some of that."""
-        if not self._goes_by_bounds(rows) or not _taken_in_rows(rows):
+        if not self._goes_by_bounds(rows) or not taken_in_rows(rows):
             return False
-        limits, others = self.forms.limits, [form for form in coarsest if not _taken_in_rows(form)]
+        limits, others = self.forms.limits, [form for form in coarsest if not taken_in_rows(form)]
         return any(not promises_more(rows.candidates, limits, form.candidates) for form in others)
 
     def _is_far(self, form: S) -> bool:
@@ -231,7 +221,8 @@ class Comparison(Generic[S]):
         if (lead := self.lead) is None or not self._is_telling(lead[1], lead[0], _TELLING_FINER):
             return False
         limits = self._device_and_host
-        least_us = min(form.candidates.bound_us(*limits, inside=False) for form in self._coarsest)
+        ahead = [form for form in self._coarsest if not self._is_behind(form)]
+        least_us = min((form.candidates.bound_us(*limits, inside=False) for form in ahead), default=0.0)
         return lead[1].candidates.bound_us(*limits) <= _FEW_FINER * least_us
 
     def could_fit(self) -> bool:
@@ -324,11 +315,20 @@ class Comparison(Generic[S]):
             return us < climbed_us < inf
         return us < form.candidates.above_us(self.forms.limits.device) < inf
 
+    def _is_behind(self, form: S) -> bool:
+        """Tells whether a form, and others that take as few rows, are likely much slower than the fastest one."""
+        alike, likely_us = self._takes_rows_like(form), [us for us, _ in self._likely]
+        return self._goes_by_bounds(form) and bool(alike) and min(us for us, _ in alike) > _CLOSE * min(likely_us)
+
     def _takes_rows_like(self, form: S) -> list[tuple[float, S]]:
         """Returns the forms with plans, and their µs, that take few rows of the same embeddings as a form does."""
+        return [one for one in self._likely if taken_in_rows(one[1]) == taken_in_rows(form)]
+
+    @property
+    def _likely(self) -> list[tuple[float, S]]:
+        """The forms with plans, and their µs, or about those that a search finds."""
         planned = [(planned.plan.total_us, each) for each, planned in self.fitting]
-        planned += [(self._likely_us(each), each) for each in self._waiting]
-        return [one for one in planned if _taken_in_rows(one[1]) == _taken_in_rows(form)]
+        return planned + [(self._likely_us(each), each) for each in self._waiting]
 
     def _waits(self, form: S) -> bool:
         """Tells whether a form is searched when it is known which is likely to be the fastest."""

@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import tee
 
 from mtcompile.passes.cuts.bounds import is_small
-from mtcompile.passes.cuts.compare import Comparison, rows_of
+from mtcompile.passes.cuts.compare import Comparison
 from mtcompile.passes.cuts.form import Allowed, Form, chains_of_forms
-from mtcompile.passes.cuts.forms import Forms, S
+from mtcompile.passes.cuts.forms import Forms, S, rows_of
 from mtcompile.passes.cuts.fragments.cut import UNCUT, possible_cuts
 from mtcompile.passes.planning.disk.more_homes import may_gain
 from mtcompile.passes.planning.disk.without import may_fit_without

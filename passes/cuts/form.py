@@ -57,14 +57,14 @@ def first_chunks(joint: fx.GraphModule, device: int | None) -> int:
 
 
 def told_head(joint: fx.GraphModule, device: int | None) -> list[str]:
-    """Says that a loss head stays whole for the type of its logits, where these take a large part of the device."""
+    """Says, of a step that does not fit, that a loss head stays whole for the type of its logits, if these are large."""
     logits = narrow_logits(joint)
     if logits is None or device is None or (nbytes := storage_nbytes(logits)) < device * _LARGE_HEAD:
         return []
     dtype = str(logits.dtype).removeprefix("torch.")
     return [
-        f"the loss head stays whole: its logits ({gib(nbytes)}) are {dtype}, too coarse to add up the losses of chunks. "
-        "Compute the loss from logits.float() to let it run in chunks"
+        f"a loss head cannot run in chunks: its logits ({gib(nbytes)}) are {dtype}, and adding up the chunks' losses in "
+        f"{dtype} would lose precision. With logits.float() it could, and would need less memory"
     ]
 
 

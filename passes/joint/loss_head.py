@@ -77,9 +77,9 @@ def logits_nbytes(joint: fx.GraphModule) -> int:
 
 def narrow_logits(joint: fx.GraphModule) -> torch.Tensor | None:
     """Returns the largest logits of a normalized joint graph that stay whole only for their type; None if there are none. Sums
-    of losses over chunks would be rounded to as few digits."""
-    narrow = [_val(head.softmax) for head in _heads(joint.graph) if not _is_wide(head)]
-    return max(narrow, key=storage_nbytes, default=None)
+    of the chunks' losses would be rounded to the logits' precision."""
+    logits = [_val(head.softmax) for head in _heads(joint.graph) if not _is_wide(head)]
+    return max((each for each in logits if each.shape[0] > 1), key=storage_nbytes, default=None)
 
 
 def _heads(graph: fx.Graph) -> list[_Head]:

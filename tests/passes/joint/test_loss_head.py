@@ -104,7 +104,7 @@ def test_other_reductions_are_left_alone() -> None:
     assert chunk_loss(trace(Summed(), data()).joint, 4) == 0
 
 
-def test_narrow_logits_stay_and_a_note_says_so() -> None:
+def test_narrow_logits_stay_and_a_refusal_says_so() -> None:
     """Sums over chunks would be rounded as the logits are."""
 
     class Narrow(Head):
@@ -114,16 +114,17 @@ def test_narrow_logits_stay_and_a_note_says_so() -> None:
 
     model, inputs = Narrow(2048, dtype=torch.bfloat16), data(2048, 171)
     assert chunk_loss(trace(model, inputs).joint, 4) == 0
-    with pytest.raises(mtcompile.CaptureError, match="of float32 logits"):
+    with pytest.raises(mtcompile.CaptureError, match="whose float32 logits"):
         mtcompile.compile(copy.deepcopy(model), memory="64MiB", loss_chunks=4)(**inputs)
-    forecast = mtcompile.plan(copy.deepcopy(model), inputs, memory="6600KiB")
-    assert any("logits (2.00 MiB) are bfloat16" in note for note in forecast.notes)
-    assert not any("loss head" in note for note in mtcompile.plan(copy.deepcopy(model), inputs, memory="16MiB").notes)
-    compiled = mtcompile.compile(copy.deepcopy(model), memory="6250KiB", loss_chunks="auto")
-    compiled(**inputs).backward()
-    assert compiled.plan is not None and any("loss head" in note for note in compiled.plan.notes)
-    wide = mtcompile.plan(Head(2048, dtype=torch.bfloat16), inputs, memory="6600KiB")
-    assert not any("loss head" in note for note in wide.notes)
+    with pytest.raises(mtcompile.BudgetError, match=r"logits \(2.00 MiB\) are bfloat16") as refused:
+        mtcompile.compile(copy.deepcopy(model), memory="5MiB", loss_chunks="auto")(**inputs)
+    assert refused.value.minimum_bytes > 5 * 2**20
+    forecast = mtcompile.plan(copy.deepcopy(model), inputs, memory="5MiB")
+    assert not forecast.feasible and any("logits (2.00 MiB) are bfloat16" in note for note in forecast.notes)
+    for fitting in (mtcompile.plan(model, inputs, memory="16MiB"), mtcompile.plan(model, inputs, memory="6600KiB")):
+        assert fitting.feasible and not any("loss head" in note for note in fitting.notes)
+    wide = mtcompile.plan(Head(2048, dtype=torch.bfloat16), inputs, memory="16KiB")
+    assert not wide.feasible and not any("loss head" in note for note in wide.notes)
 
 
 @pytest.mark.parametrize("door", ["compile", "backend"])
