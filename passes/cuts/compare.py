@@ -150,10 +150,12 @@ class Comparison(Generic[S]):
         if self.is_near and not self.allowed.in_fragments:
             return
         left_out = {id(form) for form in self._left_out}
-        left = [(form, enumerate(chains)) for form, chains in kinds if id(form) not in left_out]
+        remaining = [(form, enumerate(chains)) for form, chains in kinds if id(form) not in left_out]
         for most in (1, None):  # the first chain of each kind: tiles and fragments take long to make
-            for place, (form, chains) in enumerate(left):
-                if self._needs_no_less(form, [other for other, _ in left[:place]]) or (most is None and self._is_behind(form)):
+            for place, (form, chains) in enumerate(remaining):
+                if self._needs_no_less(form, [other for other, _ in remaining[:place]]) or (
+                    most is None and self._is_behind(form)
+                ):
                     continue
                 for number, chain in islice(chains, most):
                     if not (number and self._gains_little_from_finer()) and not self._compare_finer(chain):

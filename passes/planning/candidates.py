@@ -37,7 +37,7 @@ from mtcompile.passes.planning.frontier import (
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
 from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.relaxation import Bounds, faster_than_resident
-from mtcompile.passes.planning.linear.seeds import Rounding, Within, seed_ladders
+from mtcompile.passes.planning.linear.seeds import Number, Rounding, Within, seed_ladders
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, Store, no_progress
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 # Limits count evaluations, not seconds, so that the same input gives the same plan. One takes time in proportion to regions.
 _REGIONS_PER_LADDER = 150  # regions to evaluate per ladder, but ...
 _FEWEST_POINTS, MOST_POINTS = 6, 12  # ... at least and at most this many plans
-_REFINED = 50  # plans evaluated between two of a ladder
+_REFINED, _FEW_REFINED = 100, 50  # plans evaluated between two of a ladder; of steps too large for local search
 _SEARCHED, MOST_SEARCHED = 4_000_000, 300  # plans of local search: the first over the square of a step's operations; at most
 _FEW_SEARCHED = 30  # fewer are no search of a step, which then has fewer seeds
 
@@ -135,7 +135,7 @@ class Candidates:
     def ladders(self) -> tuple[Ladder, ...]:
         """Lists of candidates from the floor up: by density, and by linear programs."""
         least, device = self._by_density[0][0], (self.floor, self.resident.plan.peak_bytes["device"])
-        about = Rounding(self.blocks, self.sizes), device, list(self.open_params), self._most_varied < _FEW_SEARCHED
+        about = Rounding(self.blocks, self.sizes), device, list(self.open_params), self._seeds
         return (*self._by_density, *seed_ladders(self._bounds.solve, least, *about))
 
     @cached_property
@@ -364,10 +364,14 @@ class Candidates:
         per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(regions(self.problem.step))), MOST_POINTS)
         points, searching = [Point(resident, (resident,), 0)], Searching(lambda plan: self._paced(plan).plan, self.progress)
         sample(points, self.ladders, per_ladder, self._most_varied, searching)
-        refine(points, min(MOST_SEARCHED, _REFINED), searching)
+        refine(points, min(MOST_SEARCHED, _REFINED if self._most_varied else _FEW_REFINED), searching)
         host = self.problem.budgets.host_activations
         vary(points, self._most_varied, unseen_neighbours(points, self.blocks, self.sizes, self.open_params, host), searching)
         self._points = points
+
+    @property
+    def _seeds(self) -> Number:
+        return "all" if self._most_varied >= _FEW_SEARCHED else "few" if self._most_varied else "fewest"
 
     @cached_property
     def _most_varied(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.ladders import Block, blocks_alike, variant_decision
@@ -17,6 +17,7 @@ from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve
 
 T = TypeVar("T")
+Number = Literal["all", "few", "fewest"]  # of kinds of seeds
 _WHY = "by the linear program"
 _AHEAD = (1, 2, 3)  # blocks ahead that plans fetch
 SOLUTIONS, _BETWEEN = 23, 4  # solutions, and plans between each two of them
@@ -177,23 +178,30 @@ class Within(NamedTuple):
 
 
 def seed_ladders(
-    solve: Solve, least: Plan, rounding: Rounding, device: tuple[int, int], homes: Sequence[str], few: bool
+    solve: Solve, least: Plan, rounding: Rounding, device: tuple[int, int], homes: Sequence[str], number: Number
 ) -> list[Seeds]:
     """Returns seeds by a few rules about where homes are. ``least``: decides what the program does not; ``homes``: those whose
-    tier is open; ``few``: leaves out seeds that are seldom the best of a large step; for the others see ``Seeds``."""
-    bases = [least.changed(lookahead=ahead, pooled=True) for ahead in _AHEAD]
+    tier is open; ``number``: leaves out seeds that are seldom the best of a large step, or of a very large one; for the others
+    see ``Seeds``."""
+    bases = near, farther, farthest = [least.changed(lookahead=ahead, pooled=True) for ahead in _AHEAD]
     # The first and the last home are updated last and read first: what they would keep waiting says little of the others.
     ends = [Rule({homes[0]: True}), Rule({homes[0]: True, homes[-1]: True})] if len(homes) > 1 else []
     earliest = [Rule(earliest=True)] if len(homes) > 1 else []
-    if few:
-        near, farther, farthest = bases
-        rules = [(Rule(), near), (Rule(), farthest)]
-        rules += [(rule, near) for rule in ends[-1:]] + [(rule, farther) for rule in earliest]
+    if number == "fewest":
+        rules = [
+            (Rule(), near),
+            (Rule(), farthest),
+            *((rule, near) for rule in ends[-1:]),
+            *((rule, farther) for rule in earliest),
+        ]
+    elif number == "few":
+        rules = [(Rule(), base) for base in bases] + [(rule, near) for rule in ends]
+        rules += [(rule, base) for rule in earliest for base in bases]
     else:
         rules = [(rule, base) for rule in (Rule(), *ends, Rule(dict.fromkeys(homes, False)), *earliest) for base in bases]
     ladders = []
     # With room for what backwards make again, seeds are nearer to their budgets; but other decisions may be better.
-    for again in (False,) if few else (False, True):
+    for again in (False, True) if number == "all" else (False,):
         optima = {base.lookahead: Optima(solve, device, base.lookahead, again) for base in bases}
         ladders += [Seeds(optima[base.lookahead], base, rounding, rule) for rule, base in rules]
     return ladders
