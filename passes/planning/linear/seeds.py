@@ -183,7 +183,8 @@ def seed_ladders(
     """Returns seeds by a few rules about where homes are. ``least``: decides what the program does not; ``homes``: those whose
     tier is open; ``number``: leaves out seeds that are seldom the best of a large step, or of a very large one; for the others
     see ``Seeds``."""
-    bases = near, farther, farthest = [least.changed(lookahead=ahead, pooled=True) for ahead in _AHEAD]
+    bases = [least.changed(lookahead=ahead, pooled=True) for ahead in _AHEAD]
+    near, farther, farthest = bases[0], bases[len(bases) // 2], bases[-1]
     # The first and the last home are updated last and read first: what they would keep waiting says little of the others.
     ends = [Rule({homes[0]: True}), Rule({homes[0]: True, homes[-1]: True})] if len(homes) > 1 else []
     earliest = [Rule(earliest=True)] if len(homes) > 1 else []
