@@ -38,18 +38,18 @@ def node_flops(node: fx.Node) -> int:
     """FLOPs of one operation; 0 where torch has no formula. Causal attention counts half: it looks at no later position."""
     target, args = (node.args[2], node.args[3:]) if node.target is replay else (node.target, node.args)
     operation = getattr(target, "overloadpacket", None)
-    if operation is None or "val" not in node.meta:
+    is_computed = operation in _FIRST_MATRIX or operation in _ATTENTION
+    formula = None if operation is None or is_computed else _formula(operation, target.namespace)
+    if "val" not in node.meta or not (is_computed or formula):
         return 0
     operands, kwargs = fx.node.map_arg((args, node.kwargs), lambda operand: operand.meta["val"])
     named = by_name(target, operands, kwargs)
-    if operation in _FIRST_MATRIX:
-        return 2 * int(node.meta["val"].numel()) * int(named[_FIRST_MATRIX[operation]].shape[-1])
-    if operation in _ATTENTION:
-        flops = int(_attention_flops(named["query"].shape, named["value"].shape, *_ATTENTION[operation]))
-    elif formula := _formula(operation, target.namespace):
+    if formula:
         flops = int(formula(*operands, **kwargs, out_val=node.meta["val"]))
+    elif operation in _ATTENTION:
+        flops = int(_attention_flops(named["query"].shape, named["value"].shape, *_ATTENTION[operation]))
     else:
-        return 0
+        flops = 2 * int(node.meta["val"].numel()) * int(named[_FIRST_MATRIX[operation]].shape[-1])
     return flops // (2 if named.get("is_causal") is True else 1)
 
 
