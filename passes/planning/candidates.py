@@ -364,7 +364,7 @@ class Candidates:
         per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(regions(self.problem.step))), MOST_POINTS)
         points, searching = [Point(resident, (resident,), 0)], Searching(lambda plan: self._paced(plan).plan, self.progress)
         sample(points, self.ladders, per_ladder, self._most_varied, searching)
-        refine(points, min(MOST_SEARCHED, _REFINED if self._most_varied else _FEW_REFINED), searching)
+        refine(points, min(MOST_SEARCHED, _FEW_REFINED if self._seeds == "fewest" else _REFINED), searching)
         host = self.problem.budgets.host_activations
         vary(points, self._most_varied, unseen_neighbours(points, self.blocks, self.sizes, self.open_params, host), searching)
         self._points = points
