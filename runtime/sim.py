@@ -34,26 +34,31 @@ def clock(
     starts: list[float] = []
     ends: list[float] = []
     free_at: dict[Queue, float] = {"host": max(late.values(), default=0.0)}
-    barrier, phase = 0.0, ""
+    barrier, phase, last = 0.0, "", 0.0
     for index, instruction in enumerate(schedule.instructions):
-        duration = instruction.time_us if durations is None else durations[index]
+        duration, queue = instruction.time_us if durations is None else durations[index], instruction.queue
         if duration < 0:
             raise ValueError(f"#{index}: expected a duration of 0 µs or more, found {duration}")
         if instruction.phase != phase:
-            barrier = max(ends, default=0.0) if phase == "" else max((*ends, free_at["host"]))
+            barrier = last if phase == "" else max(last, free_at["host"])
             phase = instruction.phase
-        start = max(barrier, free_at.get(instruction.queue, 0.0))
+        start = free_at.get(queue, 0.0)
+        if start < barrier:
+            start = barrier
         deps = instruction.deps if waits is None else waits.deps[index]
         for dep in deps:
             if not 0 <= dep < index:
                 raise ValueError(f"#{index}: expected waits for earlier instructions, found {deps}; derive deps again")
-            start = max(start, ends[dep])
+            if start < ends[dep]:
+                start = ends[dep]
         if late:
-            before = instruction.previous_step_deps if waits is None else waits.previous_step_deps[index]
-            start = max((start, *(late.get(dep, 0.0) for dep in before)))
+            for dep in instruction.previous_step_deps if waits is None else waits.previous_step_deps[index]:
+                start = max(start, late.get(dep, 0.0))
+        end = free_at[queue] = start + duration
+        if last < end:
+            last = end
         starts.append(start)
-        ends.append(start + duration)
-        free_at[instruction.queue] = start + duration
+        ends.append(end)
     return starts, ends
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.form import SMALL
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.disk.spill import is_hopeless
+from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.problem import DoesNotFit
 from mtcompile.passes.step_graph import kernel_of, regions
 
 PROMISE = 0.998  # of the best form's bound: others that promise less are not searched
@@ -12,9 +17,7 @@ PROMISE = 0.998  # of the best form's bound: others that promise less are not se
 
 def could_be_faster(candidates: Candidates, limits: Budgets, us: float) -> bool:
     """Tells whether any plan of a step within the limits could be faster than one of another form, which takes ``us``."""
-    if least_us(candidates) >= us:
-        return False
-    return candidates.bound_us(limits.device, limits.host) < us
+    return not takes(candidates, us) and candidates.bound_us(limits.device, limits.host) < us
 
 
 def promises_more(candidates: Candidates, limits: Budgets, best: Candidates) -> bool:
@@ -32,3 +35,27 @@ def is_small(candidates: Candidates) -> bool:
 def least_us(candidates: Candidates) -> float:
     """Returns the µs that each plan of a step takes, however much memory there is."""
     return candidates.bound_us(None, None) if candidates.resident_may_be_slow else candidates.resident.plan.total_us
+
+
+def takes(candidates: Candidates, us: float) -> bool:
+    """Tells whether each plan of a step takes some µs, or longer, however much memory there is. Needs no linear program where
+    the plan with everything on the device is faster."""
+    return candidates.resident.plan.total_us >= us and least_us(candidates) >= us
+
+
+def is_resident(candidates: Candidates, limits: Budgets) -> bool:
+    """Tells whether no plan of a step is faster than the one with everything on the device, which fits."""
+    resident = not candidates.problem.fixed_homes and fits(candidates.resident.plan, limits)
+    return resident and not candidates.resident_may_be_slow
+
+
+def host_is_too_small(candidates: Candidates, limits: Budgets, refusal: DoesNotFit) -> bool:
+    """Tells whether the host, with the disk if there is one, has no room for what is held at all times, in any form. Of a small
+    step without a disk, all forms are planned, so that the refusal names the smallest host that works."""
+    problem = candidates.problem
+    if limits.disk is None:
+        return not is_small(candidates) and dict(refusal.causes).get("persistent state", 0) > (limits.host or 0)
+    if problem.budgets.disk_updates:  # which weights may be on disk depends on how they are cut
+        return False
+    budgets = replace(problem.budgets, device=limits.device, host=limits.host, disk=limits.disk)
+    return is_hopeless(replace(problem, budgets=budgets))

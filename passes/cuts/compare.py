@@ -1,12 +1,12 @@
 """Compares the forms of a step within a budget: of those that could be the fastest, each is planned, and no others are.
 
 A form is left out if no plan of it can be faster than the best one, by the bound of its linear program. One of a large step
-is not searched either if that bound is hardly lower than the best form's; finer ones are not made once a bound rises. Of
-those that are left, short climbs and the bounds tell which is likely to be the fastest: where they do, it alone is searched.
-Others than the first are not made where it is so near to what any form could give that they are not worth it; nor are tiles
-and fragments where the bound of the best form is. A bound far below its own plan says little, and rules out no others. By as
-much as these differences, and no more, a little more memory can be predicted to be slower: a form that is taken because no
-other fits is compared where others fit, too.
+is not searched either if that bound is hardly lower than the best form's; finer ones are not made once a bound rises, or both
+a bound and what short climbs find. Of those that are left, these tell which is likely to be the fastest: where they do, it
+alone is searched. Others than the first are not made where it is so near to what any form could give that they are not worth
+it; nor are tiles and fragments where the bound of the best form is. A bound far below its own plan says little, and rules out
+no others. By as much as these differences, and no more, a little more memory can be predicted to be slower: a form that is
+taken because no other fits is compared where others fit, too.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from math import inf
 from typing import Generic
 
 from mtcompile.passes.analysis.state import held_nbytes
-from mtcompile.passes.cuts.bounds import PROMISE, could_be_faster, is_small, least_us, promises_more
+from mtcompile.passes.cuts.bounds import PROMISE, could_be_faster, host_is_too_small, is_small, promises_more, takes
 from mtcompile.passes.cuts.form import Allowed, Form
 from mtcompile.passes.cuts.forms import Forms, S, rows_of, taken_in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT
 from mtcompile.passes.cuts.fragments.figures import streaming
 from mtcompile.passes.joint.loss_head import logits_nbytes
-from mtcompile.passes.planning.disk.spill import is_hopeless
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
 
@@ -109,11 +108,6 @@ class Comparison(Generic[S]):
         more = sum(held[home] for home in {step.meta["homes"][name] for name in names if name in step.meta["homes"]})
         return form.candidates.bound_us(None if device is None else device + more, host, inside=False)
 
-    def is_resident(self, form: S) -> bool:
-        """Tells whether no plan of a form is faster than the one with everything on the device, which fits."""
-        candidates, fixed = form.candidates, form.candidates.problem.fixed_homes
-        return not fixed and fits(candidates.resident.plan, self.forms.limits) and not candidates.resident_may_be_slow
-
     @functools.cached_property
     def _may_be_in_rows(self) -> frozenset[str]:
         """The embeddings of which some form takes few rows."""
@@ -169,21 +163,19 @@ class Comparison(Generic[S]):
 
     def _compare_finer(self, chain: Iterable[S]) -> bool:
         """Compares a chain of finer and finer forms. Tells whether others could fit."""
-        leanest, before_us = inf, inf
+        leanest, before = inf, None
         for form in chain:
             self._compared[id(form)] = form
             if (lead := self.lead) is not None:
                 if self._promises_less_than_in_chunks(form):
                     self._too_few_chunks = max(self._too_few_chunks, form.form.chunks)
                     break
-                if least_us(form.candidates) >= lead[0]:
+                if takes(form.candidates, lead[0]):
                     break
-                bound_us = form.candidates.bound_us(*self._device_and_host)
+                bound_us, before_us = (each.candidates.bound_us(*self._device_and_host) for each in (form, before or form))
                 if self._is_telling(lead[1], lead[0]) and before_us < bound_us < inf:  # what finer forms spare is worth less
-                    if form.form == Form(form.form.chunks):
-                        self._too_many_chunks = min(self._too_many_chunks, form.form.chunks)
+                    self._leave_out_finer(form)
                     break
-                before_us = bound_us
             if lead is None and self._host_is_too_small():
                 return False
             if lead is None and not self._alone and not self._may_fit(form):
@@ -192,7 +184,24 @@ class Comparison(Generic[S]):
                     break
                 leanest = min(leanest, nbytes)
             self._consider(form, may_wait=True)
+            if lead is not None:
+                if before is not None and self._is_behind_another(form, before, 1.0):
+                    self._leave_out_finer(form)
+                    break
+                if form.form != Form(form.form.chunks) and self._is_behind_another(form, lead[1], _CLOSE):
+                    break
+                before = form
         return True
+
+    def _leave_out_finer(self, form: S) -> None:
+        """Leaves out forms with as many chunks as one has, if these alone make it slower than the one before."""
+        if form.form == Form(form.form.chunks):
+            self._too_many_chunks = min(self._too_many_chunks, form.form.chunks)
+
+    def _is_behind_another(self, form: S, other: S, times: float) -> bool:
+        """Tells whether neither a form's bound nor its short climbs, some ``times`` as long, come near another's."""
+        form_us, other_us = (each.candidates.bound_us(*self._device_and_host) for each in (form, other))
+        return self._goes_by_bounds(form) and other_us < form_us and self._is_likely_slower(form, other, times)
 
     def _promises_less_than_in_chunks(self, form: S) -> bool:
         """Tells whether a finer form of a large step has no lower bound than the same one with more chunks. Then other finer
@@ -232,18 +241,11 @@ class Comparison(Generic[S]):
         return not self.refused or (self.refusal[1].tier != "disk" and not self._host_is_too_small())
 
     def _host_is_too_small(self) -> bool:
-        """Tells whether to give up: the host, with the disk if there is one, has no room for what is held at all times, in any
-        form. Of a small step without a disk, all forms are planned, so that the refusal names the smallest host that works."""
+        """Tells whether to give up, since the host has no room for what is held at all times, in any form."""
         if not self.refused or self.refusal[1].tier != "host":
             return False
         form, error = self.refusal
-        limits, problem = self.forms.limits, form.candidates.problem
-        if limits.disk is None:
-            return not is_small(form.candidates) and dict(error.causes).get("persistent state", 0) > (limits.host or 0)
-        if problem.budgets.disk_updates:  # which weights may be on disk depends on how they are cut
-            return False
-        budgets = replace(problem.budgets, device=limits.device, host=limits.host, disk=limits.disk)
-        return is_hopeless(replace(problem, budgets=budgets))
+        return host_is_too_small(form.candidates, self.forms.limits, error)
 
     def is_to_skip(self, form: Form) -> bool:
         """Tells whether to skip a form that is not made yet: it has too many chunks for what they spare, or tiles or fragments

@@ -80,7 +80,7 @@ class QuickCandidates(Candidates):
         return {}
 
     def _climbed_shortly(self, device: int) -> Iterator[Plan]:
-        plans, limits = [one.plan for one in self._by_linear_programs(device, _TIGHT, whole=False)], Limits(device)
+        plans, limits = [one.plan for one in self._near(device)], Limits(device)
         ways = ways_of(self.problem, self.blocks, self.open_params)
         if not (fitting := [plan for plan in plans if not limits.missing(plan)]):
             fitting = [one.plan for one in self._leanest_on_device(device)]
@@ -99,24 +99,39 @@ class QuickCandidates(Candidates):
     def above_us(self, device: int) -> float:
         """Returns the µs of the fastest plan that linear programs give for ``device`` bytes, though it may need more of these:
         what does is hardly slower. Infinite if they give none."""
-        plans = self._by_linear_programs(device, _TIGHT, whole=False)
-        return min((one.plan.total_us for one in plans), default=inf)
+        return min((one.plan.total_us for one in self._near(device)), default=inf)
 
-    def _by_linear_programs(self, device: int, shares: Sequence[float] = _SHARES, whole: bool = True) -> list[Candidate]:
-        """Plans for shares of ``device`` bytes. ``whole``: with the leanest one where a program has no solution."""
+    def _near(self, device: int) -> list[Candidate]:
+        """Plans for less and less of ``device`` bytes, until one fits these and less makes it slower."""
         if fits(self.resident.plan, replace(self.problem.budgets, host=None)):
             return [self.resident]
-        least, first = self._by_density[0][0], next(iter(self.open_params), None)
-        decided = {} if first is None else {first: True}  # it is updated last and read first: compute would wait for it
-        plans, rounding = [], Rounding(self.blocks, self.sizes)
+        limits, near = Limits(device), list[Candidate]()
         for ahead in _AHEAD:
-            base, optimum = replace(least, lookahead=ahead, pooled=True), None
-            for share in shares:
-                limits = {"device": int(share * device), "host": None}
-                try:
-                    optimum = self._bounds.solve(limits, decided, ahead, optimum)
-                except Infeasible:  # and so is every lower share
-                    plans += [base] * whole
+            fastest_us = inf
+            for one in map(self._paced, self._by_shares(device, ahead, _TIGHT, whole=False)):
+                near.append(one)
+                if one.plan.total_us > fastest_us:
                     break
-                plans.append(seed(self._bounds.solve, limits, base, rounding, Rule(decided), optimum))
-        return [self._paced(plan) for plan in plans]
+                if not limits.missing(one.plan):
+                    fastest_us = one.plan.total_us
+        return near
+
+    def _by_linear_programs(self, device: int) -> list[Candidate]:
+        if fits(self.resident.plan, replace(self.problem.budgets, host=None)):
+            return [self.resident]
+        return [self._paced(plan) for ahead in _AHEAD for plan in self._by_shares(device, ahead, _SHARES)]
+
+    def _by_shares(self, device: int, ahead: int, shares: Sequence[float], whole: bool = True) -> Iterator[Plan]:
+        """Yields plans for shares of ``device`` bytes. ``whole``: with the leanest one where a program has no solution."""
+        first, rounding = next(iter(self.open_params), None), Rounding(self.blocks, self.sizes)
+        decided = {} if first is None else {first: True}  # it is updated last and read first: compute would wait for it
+        base, optimum = replace(self._by_density[0][0], lookahead=ahead, pooled=True), None
+        for share in shares:
+            limits = {"device": int(share * device), "host": None}
+            try:
+                optimum = self._bounds.solve(limits, decided, ahead, optimum)
+            except Infeasible:  # and so is every lower share
+                if whole:
+                    yield base
+                return
+            yield seed(self._bounds.solve, limits, base, rounding, Rule(decided), optimum)

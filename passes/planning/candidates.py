@@ -22,7 +22,7 @@ from mtcompile.passes.planning.climbs.limits import Limits
 from mtcompile.passes.planning.evaluate import completed, evaluate, exact, faster, identity, shortfall
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.lean import lean_plans, lean_starts, leanest_within, slower_than_some
-from mtcompile.passes.planning.figures.stored import searched_from_json, searched_to_json
+from mtcompile.passes.planning.figures.stored import SearchedText, searched_from_json
 from mtcompile.passes.planning.frontier import (
     Point,
     ample,
@@ -79,7 +79,7 @@ class Candidates:
         self._improved: Climbs | None = None
         self._on_hosts: HostClimbs | None = None
         self._climbed: dict[Limits, Plan] = {}  # plans that climbs of earlier runs found
-        self._kept = -1  # how many climbs are stored; -1: not even points
+        self._kept, self._text = -1, SearchedText()  # how many climbs are stored; -1: not even points
 
     @classmethod
     def like(cls, known: Candidates, problem: PlanningProblem, store: Store | None = None) -> Self:
@@ -353,12 +353,13 @@ class Candidates:
         """Stores what the search has found, if that is more than was stored before."""
         climbed = self._climbed if self._improved is None else self._improved.plans
         if self.store and self._points and len(climbed) != self._kept:
-            self.store.write(searched_to_json(self._points, climbed, self.ladders))
+            self.store.write(self._text(self._points, climbed, self.ladders))
             self._kept = len(climbed)
 
     def _search(self, resident: Plan) -> None:
         """Evaluates plans spread over every ladder, then varies them by local search."""
         self._improved, self._on_hosts, self._climbed, self._kept, self._varied_points = None, None, {}, -1, None
+        self._text = SearchedText()
         for ladder in self._by_density:  # before ``_floor`` asks for figures alone: pacing also needs the schedules
             self._paced(ladder[0])
         per_ladder = min(max(_FEWEST_POINTS, _REGIONS_PER_LADDER // len(regions(self.problem.step))), MOST_POINTS)

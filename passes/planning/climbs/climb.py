@@ -36,7 +36,7 @@ _LEADS_ON = 1.02  # times the fastest plan: a slower one does not lead farther
 _FASTER = 0.999  # times the plan taken: less is not worth a climb
 # A plan of a lower limit is seldom nearer to its bound than the plan taken is to that of the highest limit by more than this,
 # and this share of the latter; by a larger share where steps are small.
-_NEARER, _NEARER_SHARE, _NEARER_SHARE_SMALL = 0.004, 0.4, 0.6
+_NEARER, _NEARER_SHARE, _NEARER_SHARE_SMALL = 0.004, 0.3, 0.6
 _MUCH_SLOWER = 1.02  # times the plan taken: a plan that takes so long becomes no faster one with a little more memory
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
 _MUCH = 0.985  # times what a climb to a lower limit ends at: then a plan is polished anew

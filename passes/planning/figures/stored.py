@@ -6,10 +6,10 @@ A decision is written once, however many plans make it, so that reading all of t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from mtcompile.passes.plan import Decision, Decisions, Plan, Updates, checked
 from mtcompile.passes.planning.climbs.limits import Limits
@@ -17,6 +17,7 @@ from mtcompile.passes.planning.frontier import Point
 from mtcompile.passes.planning.ladders import Ladder
 from mtcompile.passes.planning.pace import with_pace
 
+T = TypeVar("T")
 _DECISION = [field.name for field in fields(Decision)]
 _SCALARS = (
     *("lookahead", "span", "pooled", "narrow", "wide", "disk_lookahead", "disk_direct"),
@@ -24,29 +25,45 @@ _SCALARS = (
 )
 
 
-def searched_to_json(points: Sequence[Point], climbs: Mapping[Limits, Plan], ladders: Sequence[Ladder]) -> str:
-    """Writes ``points``, with their places on ``ladders``, and the plans of ``climbs``, by their limits."""
-    numbers = {id(ladder): number for number, ladder in enumerate(ladders)}
-    decisions, known, orders = dict[Decision, int](), dict[int, int](), dict[tuple[str, ...], int]()
+class SearchedText:
+    """Searched plans as text, which is asked for again and again while a search finds more: each part is made once."""
 
-    def number(decision: Decision) -> int:
-        return known.setdefault(id(decision), decisions.setdefault(decision, len(decisions)))
+    def __init__(self) -> None:
+        self._decisions: dict[Decision, int] = {}
+        self._known: dict[int, tuple[Decision, int]] = {}  # by identity, with what has it
+        self._orders: dict[tuple[str, ...], int] = {}
+        self._parts: dict[int, tuple[Any, str]] = {}  # by identity: of a decision, a point, or the plan of a climb
 
-    def row(plan: Plan) -> list[Any]:
-        numbered: list[int | None] = list(map(known.get, map(id, plan.decisions)))
-        if None in numbered:
-            numbered = list(map(number, plan.decisions))
+    def __call__(self, points: Sequence[Point], climbs: Mapping[Limits, Plan], ladders: Sequence[Ladder]) -> str:
+        """Returns the text of ``points``, with their places on ``ladders``, and of the plans of ``climbs``, by their limits."""
+        numbers = {id(ladder): number for number, ladder in enumerate(ladders)}
+        of_points = [self._part(p, lambda p: [numbers.get(id(p.ladder)), p.position, *self._row(p.plan)]) for p in points]
+        of_climbs = [f"[{json.dumps(limits)}, {self._part(plan, self._row)}]" for limits, plan in climbs.items()]
+        decisions = [self._part(decision, attrgetter(*_DECISION)) for decision in self._decisions]
+        return f"[{_listed(decisions)}, {json.dumps(list(self._orders))}, {_listed(of_points)}, {_listed(of_climbs)}]"
+
+    def _part(self, written: T, of: Callable[[T], Any]) -> str:
+        if (part := self._parts.get(id(written))) is None:
+            part = self._parts[id(written)] = written, json.dumps(of(written))
+        return part[1]
+
+    def _row(self, plan: Plan) -> list[Any]:
         updates = plan.updates or Updates()
-        order = orders.setdefault(updates.order, len(orders))
-        return [numbered, [getattr(plan, name) for name in _SCALARS], updates.patient, order]
+        order = self._orders.setdefault(updates.order, len(self._orders))
+        return [list(map(self._number, plan.decisions)), [getattr(plan, name) for name in _SCALARS], updates.patient, order]
 
-    of_points = [[numbers.get(id(point.ladder)), point.position, *row(point.plan)] for point in points]
-    of_climbs = [[*limits, *row(plan)] for limits, plan in climbs.items()]
-    return json.dumps([[*map(attrgetter(*_DECISION), decisions)], list(orders), of_points, of_climbs])
+    def _number(self, decision: Decision) -> int:
+        if (known := self._known.get(id(decision))) is None:
+            known = self._known[id(decision)] = decision, self._decisions.setdefault(decision, len(self._decisions))
+        return known[1]
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return f"[{', '.join(parts)}]"
 
 
 def searched_from_json(text: str, base: Plan, ladders: Sequence[Ladder]) -> tuple[list[Point], dict[Limits, Plan]]:
-    """Reads what ``searched_to_json`` wrote. ``base``: of which all plans of the search are made. Raises ValueError, TypeError,
+    """Reads what ``SearchedText`` wrote. ``base``: of which all plans of the search are made. Raises ValueError, TypeError,
     LookupError or AttributeError for any text that it did not write for these ladders."""
     table, orders, of_points, of_climbs = json.loads(text)
     decisions = [Decision(**checked(Decision, dict(zip(_DECISION, row, strict=True)))) for row in table]
@@ -61,4 +78,4 @@ def searched_from_json(text: str, base: Plan, ladders: Sequence[Ladder]) -> tupl
         evaluated = plan(*row)
         ladder = (evaluated,) if number is None else ladders[number]
         points.append(Point(evaluated, ladder, range(len(ladder))[position]))
-    return points, {Limits(int(device), None if host is None else int(host)): plan(*row) for device, host, *row in of_climbs}
+    return points, {Limits(int(device), None if host is None else int(host)): plan(*row) for (device, host), row in of_climbs}

@@ -117,8 +117,20 @@ def test_a_form_whose_bound_is_hardly_lower_is_not_searched(monkeypatch: pytest.
 
 def test_finer_forms_are_left_out_once_the_bound_rises(monkeypatch: pytest.MonkeyPatch) -> None:
     for us, order in ((98, [4]), (102, [64])):  # far above the bound, that tells nothing
-        forms = chunks(1, 100), chunks(4, 90, us, us), chunks(16, 95), chunks(64, 80, 85, 85)
+        forms = chunks(1, 100), chunks(4, 90, us, us), chunks(16, 95, 101, 95), chunks(64, 80, 85, 85)
         assert searched(monkeypatch, *forms) == order
+
+
+def test_finer_forms_are_left_out_once_the_bound_and_short_climbs_rise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tiles or fragments, also where both are above the fastest form's so far."""
+    forms = chunks(1, 100), chunks(4, 90, 102, 102), chunks(16, 95, 103, 103), chunks(64, 80, 85, 85)
+    assert searched(monkeypatch, *forms) == [4]
+    in_chunks = chunks(1, 100), chunks(4, 90, 102, 102)
+    for climbed_us, fastest_us in ((112, 102), (106, 85)):
+        tiled = [Made(Form(tiles=tiles), bound, us, us) for tiles, bound, us in ((2, 95, climbed_us), (4, 80, 85))]
+        kinds = [(in_chunks[0], in_chunks[1:], tiled)]
+        best = run(monkeypatch, Budgets(1, None, 0), lambda form: planned_in(form.time_us), kinds).best
+        assert best is not None and best[1].plan.total_us == fastest_us
 
 
 def test_no_form_has_more_chunks_once_the_bound_rises_with_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts import bounds, quick
+from mtcompile.passes.cuts import bounds
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from tests.passes.planning.drawn_plans import BOUNDED, SLOW
@@ -35,7 +35,7 @@ def test_short_climbs_find_plans_within_the_budget(step: str, machine: Machine) 
         assert us == min(plan.total_us for plan in plans) < inf
         assert all(plan.peak_bytes["device"] <= device for plan in plans)
         assert us >= candidates.bound_us(device, None) * (1 - 1e-9)
-        starts = [one.plan for one in candidates._by_linear_programs(device, quick._TIGHT, whole=False)]
+        starts = [one.plan for one in candidates._near(device)]
         fitting = [plan.total_us for plan in starts if plan.peak_bytes["device"] <= device]
         assert us <= min(fitting, default=inf)
         faster += us < min(fitting, default=inf)
