@@ -147,9 +147,8 @@ class Comparison(Generic[S]):
         remaining = [(form, enumerate(chains)) for form, chains in kinds if id(form) not in left_out]
         for most in (1, None):  # the first chain of each kind: tiles and fragments take long to make
             for place, (form, chains) in enumerate(remaining):
-                if self._needs_no_less(form, [other for other, _ in remaining[:place]]) or (
-                    most is None and self._is_behind(form)
-                ):
+                is_behind = most is None and self._is_behind(form)
+                if is_behind or self._needs_no_less(form, [other for other, _ in remaining[:place]]):
                     continue
                 for number, chain in islice(chains, most):
                     if not (number and self._gains_little_from_finer()) and not self._compare_finer(chain):
@@ -176,6 +175,8 @@ class Comparison(Generic[S]):
                 if self._is_telling(lead[1], lead[0]) and before_us < bound_us < inf:  # what finer forms spare is worth less
                     self._leave_out_finer(form)
                     break
+                if before is not None and bound_us == before_us == inf and self.forms.limits.host is not None:
+                    break  # finer forms hardly need less of both tiers together
             if lead is None and self._host_is_too_small():
                 return False
             if lead is None and not self._alone and not self._may_fit(form):
@@ -200,8 +201,8 @@ class Comparison(Generic[S]):
 
     def _is_behind_another(self, form: S, other: S, times: float) -> bool:
         """Tells whether neither a form's bound nor its short climbs, some ``times`` as long, come near another's."""
-        form_us, other_us = (each.candidates.bound_us(*self._device_and_host) for each in (form, other))
-        return self._goes_by_bounds(form) and other_us < form_us and self._is_likely_slower(form, other, times)
+        promises_less = self._goes_by_bounds(form) and not promises_more(form.candidates, self.forms.limits, other.candidates)
+        return promises_less and self._is_likely_slower(form, other, times)
 
     def _promises_less_than_in_chunks(self, form: S) -> bool:
         """Tells whether a finer form of a large step has no lower bound than the same one with more chunks. Then other finer
@@ -315,9 +316,8 @@ class Comparison(Generic[S]):
     def _is_hopeless(self, form: S, us: float) -> bool:
         """Tells whether short climbs of a form take more than some µs, or, where no plan of these is within the device's bytes,
         plans that need a little more."""
-        if (climbed_us := self._climbed_us(form)) < inf or self.forms.limits.device is None:
-            return us < climbed_us < inf
-        return us < form.candidates.above_us(self.forms.limits.device) < inf
+        device, climbed_us = self.forms.limits.device, self._climbed_us(form)
+        return us < (climbed_us if climbed_us < inf or device is None else form.candidates.above_us(device)) < inf
 
     def _is_behind(self, form: S) -> bool:
         """Tells whether a form, and others that take as few rows, are likely much slower than the fastest one."""
@@ -336,8 +336,8 @@ class Comparison(Generic[S]):
 
     def _waits(self, form: S) -> bool:
         """Tells whether a form is searched when it is known which is likely to be the fastest."""
-        may_wait = self._can_wait(form) and self._is_compared_by_climbs(form)
-        return may_wait and (bool(self._waiting) or self._likely_us(form) < inf)
+        is_compared = self._can_wait(form) and self._is_compared_by_climbs(form)
+        return is_compared and (bool(self._waiting) or self._likely_us(form) < inf)
 
     def _is_compared_by_climbs(self, form: S) -> bool:
         """Tells whether short climbs say whether to search a form."""

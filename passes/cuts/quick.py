@@ -22,6 +22,7 @@ from mtcompile.passes.planning.problem import Candidate, Planned
 
 _SHARES = (0.97, 0.9, 0.8, 0.6)  # of the device budget that linear programs get: rounding may add to what they need
 _TIGHT = (1.0, 0.985, 0.97, 0.9, 0.8)  # where the time of one form is compared with that of others
+_SLOWER = 1.03  # times a plan that fits: those for still fewer bytes are not faster than one for less that takes so long
 _AHEAD = (1, 2)  # blocks ahead that their plans fetch
 _FIRST = 8  # plans of each ladder that are tried where none fits
 _CLIMBED = 180  # plans that a short climb evaluates at most
@@ -102,7 +103,7 @@ class QuickCandidates(Candidates):
         return min((one.plan.total_us for one in self._near(device)), default=inf)
 
     def _near(self, device: int) -> list[Candidate]:
-        """Plans for less and less of ``device`` bytes, until one fits these and less makes it slower."""
+        """Plans for less and less of ``device`` bytes, until one fits these and less makes it much slower."""
         if fits(self.resident.plan, replace(self.problem.budgets, host=None)):
             return [self.resident]
         limits, near = Limits(device), list[Candidate]()
@@ -110,10 +111,10 @@ class QuickCandidates(Candidates):
             fastest_us = inf
             for one in map(self._paced, self._by_shares(device, ahead, _TIGHT, whole=False)):
                 near.append(one)
-                if one.plan.total_us > fastest_us:
+                if one.plan.total_us > _SLOWER * fastest_us:
                     break
                 if not limits.missing(one.plan):
-                    fastest_us = one.plan.total_us
+                    fastest_us = min(fastest_us, one.plan.total_us)
         return near
 
     def _by_linear_programs(self, device: int) -> list[Candidate]:

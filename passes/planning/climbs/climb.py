@@ -36,12 +36,15 @@ _LEADS_ON = 1.02  # times the fastest plan: a slower one does not lead farther
 _FASTER = 0.999  # times the plan taken: less is not worth a climb
 # A plan of a lower limit is seldom nearer to its bound than the plan taken is to that of the highest limit by more than this,
 # and this share of the latter; by a larger share where steps are small.
-_NEARER, _NEARER_SHARE, _NEARER_SHARE_SMALL = 0.004, 0.3, 0.6
+_NEARER, _NEARER_SHARE, _NEARER_SHARE_SMALL = 0.004, 0.4, 0.6
 _MUCH_SLOWER = 1.02  # times the plan taken: a plan that takes so long becomes no faster one with a little more memory
 _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of other limits
 _MUCH = 0.985  # times what a climb to a lower limit ends at: then a plan is polished anew
 _BOUND_FALLS = 0.985  # times the bound of a lower limit: then moves from its plan may not lead far enough
 _POLISHED = 0.3  # of the way to the bound: polishing does not get as far
+# Times the plan taken: where climbs to lower limits end above, those to still lower ones are left out; and times the bound: not
+# where plans are below, as one is then often by chance a little better than others.
+_NO_FARTHER, _FAR_ABOVE = 1.003, 1.04
 _GAIN = 1.5  # times what the bound falls by: what climbs to limits in between may gain
 
 
@@ -101,7 +104,7 @@ class Climbs:
     def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]], host: int | None = None) -> Plan:
         """Returns the fastest plan of all limits within ``device`` bytes; ``taken`` if none is faster. ``fitting``: gives what
         may be taken of a plan, within ``host`` bytes. Not climbed to are limits below which no plan can be much faster, or is
-        likely to be, by the plans of higher ones, and those to which climbs begin far above the ``host`` bytes."""
+        likely to be, by the plans of others, and those to which climbs begin far above the ``host`` bytes."""
 
         @functools.cache  # asked for each limit and its neighbours
         def begins(limit: int) -> bool:
@@ -110,8 +113,14 @@ class Climbs:
             return may_end_within(start, host, lambda: self.bound(limit, host))
 
         highest_us: float | None = None  # the bound of the highest limit
+        ended_us: dict[int, float] = {}  # the fewest µs at which climbs end, by the limit where they begin
         for limit in self._falling(device, begins):
             if (bound_us := self.bound(limit, host)) >= _FASTER * taken.total_us:
+                break
+            begun = self._begun_at(limit)
+            lower = [us for other, us in ended_us.items() if other != begun][1:]
+            is_far = highest_us is not None and self._others_follow and taken.total_us > _FAR_ABOVE * highest_us
+            if is_far and lower and lower[-1] > _NO_FARTHER * taken.total_us:
                 break
             if highest_us is None:
                 highest_us = bound_us
@@ -119,8 +128,11 @@ class Climbs:
                 if limit in self._following:  # where it begins is asked last
                     continue
                 break
-            if not self._gains_little(limit, taken.total_us):
-                taken = min((taken, *fitting(self._plan_if(limit, taken.total_us))), key=_us)
+            little = self._gains_little(limit, taken.total_us)
+            ended = self._plan_if(self._begun_at(limit) if little else limit, taken.total_us)
+            ended_us[begun] = min(ended.total_us, ended_us.get(begun, inf))
+            if not little:
+                taken = min((taken, *fitting(ended)), key=_us)
         return taken
 
     def _begun_at(self, limit: int) -> int:
