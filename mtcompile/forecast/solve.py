@@ -27,7 +27,7 @@ from mtcompile.optim.update_options import update_options
 from mtcompile.options import check_fragments, parse_bytes, parse_disk
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts.bounds import takes
+from mtcompile.passes.cuts.bounds import takes_at_least
 from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, Progress, no_progress
@@ -201,7 +201,8 @@ def _of_fastest_count(
             if best is None:
                 raise
             break  # a loss that cannot be put together, say
-        if best is not None and not isinstance(best[2], DoesNotFit) and takes(forms.first.candidates, _order(best[2])[1]):
+        fastest = None if best is None else best[2]
+        if isinstance(fastest, Planned) and takes_at_least(forms.first.candidates, fastest.plan.total_us):
             break  # smaller micro-batches take longer still
         sized, planned = planned_form(counted, forms)
         if best is None or _order(planned) < _order(best[2]):

@@ -17,7 +17,7 @@ PROMISE = 0.998  # of the best form's bound: others that promise less are not se
 
 def could_be_faster(candidates: Candidates, limits: Budgets, us: float) -> bool:
     """Tells whether any plan of a step within the limits could be faster than one of another form, which takes ``us``."""
-    return not takes(candidates, us) and candidates.bound_us(limits.device, limits.host) < us
+    return not takes_at_least(candidates, us) and candidates.bound_us(limits.device, limits.host) < us
 
 
 def promises_more(candidates: Candidates, limits: Budgets, best: Candidates) -> bool:
@@ -37,21 +37,21 @@ def least_us(candidates: Candidates) -> float:
     return candidates.bound_us(None, None) if candidates.resident_may_be_slow else candidates.resident.plan.total_us
 
 
-def takes(candidates: Candidates, us: float) -> bool:
-    """Tells whether each plan of a step takes some µs, or longer, however much memory there is. Needs no linear program where
-    the plan with everything on the device is faster."""
+def takes_at_least(candidates: Candidates, us: float) -> bool:
+    """Tells whether every plan of a step takes at least ``us``, whatever the memory. Solves no linear program if the plan with
+    everything on the device is faster."""
     return candidates.resident.plan.total_us >= us and least_us(candidates) >= us
 
 
 def is_resident(candidates: Candidates, limits: Budgets) -> bool:
-    """Tells whether no plan of a step is faster than the one with everything on the device, which fits."""
+    """Tells whether the plan with everything on the device fits and none is faster."""
     resident = not candidates.problem.fixed_homes and fits(candidates.resident.plan, limits)
     return resident and not candidates.resident_may_be_slow
 
 
 def host_is_too_small(candidates: Candidates, limits: Budgets, refusal: DoesNotFit) -> bool:
-    """Tells whether the host, with the disk if there is one, has no room for what is held at all times, in any form. Of a small
-    step without a disk, all forms are planned, so that the refusal names the smallest host that works."""
+    """Tells whether the host, with the disk if there is one, has no room for what is held at all times, in any form. Never
+    for a small step without a disk: all its forms are planned, so that the refusal names the smallest host that works."""
     problem = candidates.problem
     if limits.disk is None:
         return not is_small(candidates) and dict(refusal.causes).get("persistent state", 0) > (limits.host or 0)

@@ -1,12 +1,12 @@
 """Compares the forms of a step within a budget: of those that could be the fastest, each is planned, and no others are.
 
 A form is left out if no plan of it can be faster than the best one, by the bound of its linear program. One of a large step
-is not searched either if that bound is hardly lower than the best form's; finer ones are not made once a bound rises, or both
-a bound and what short climbs find. Of those that are left, these tell which is likely to be the fastest: where they do, it
-alone is searched. Others than the first are not made where it is so near to what any form could give that they are not worth
-it; nor are tiles and fragments where the bound of the best form is. A bound far below its own plan says little, and rules out
-no others. By as much as these differences, and no more, a little more memory can be predicted to be slower: a form that is
-taken because no other fits is compared where others fit, too.
+is not searched either if that bound is hardly lower than the best form's; finer ones are not made once the bound rises, or
+once it hardly falls and short climbs are slower. Of those that are left, short climbs and bounds tell which is likely to be
+the fastest: where they do, it alone is searched. Others than the first are not made where it is so near to what any form could
+give that they are not worth it; nor are tiles and fragments where the bound of the best form is. A bound far below its own plan
+says little, and rules out no others. By as much as these differences, and no more, a little more memory can be predicted to be
+slower: a form that is taken because no other fits is compared where others fit, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from math import inf
 from typing import Generic
 
 from mtcompile.passes.analysis.state import held_nbytes
-from mtcompile.passes.cuts.bounds import PROMISE, could_be_faster, host_is_too_small, is_small, promises_more, takes
+from mtcompile.passes.cuts.bounds import PROMISE, could_be_faster, host_is_too_small, is_small, promises_more, takes_at_least
 from mtcompile.passes.cuts.form import Allowed, Form
 from mtcompile.passes.cuts.forms import Forms, S, rows_of, taken_in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT
@@ -169,14 +169,14 @@ class Comparison(Generic[S]):
                 if self._promises_less_than_in_chunks(form):
                     self._too_few_chunks = max(self._too_few_chunks, form.form.chunks)
                     break
-                if takes(form.candidates, lead[0]):
+                if takes_at_least(form.candidates, lead[0]):
                     break
                 bound_us, before_us = (each.candidates.bound_us(*self._device_and_host) for each in (form, before or form))
                 if self._is_telling(lead[1], lead[0]) and before_us < bound_us < inf:  # what finer forms spare is worth less
                     self._leave_out_finer(form)
                     break
                 if before is not None and bound_us == before_us == inf and self.forms.limits.host is not None:
-                    break  # finer forms hardly need less of both tiers together
+                    break  # two in a row cannot fit: finer forms will hardly fit either
             if lead is None and self._host_is_too_small():
                 return False
             if lead is None and not self._alone and not self._may_fit(form):
@@ -186,7 +186,7 @@ class Comparison(Generic[S]):
                 leanest = min(leanest, nbytes)
             self._consider(form, may_wait=True)
             if lead is not None:
-                if before is not None and self._is_behind_another(form, before, 1.0):
+                if before is not None and self._is_behind_another(form, before, _TIED):
                     self._leave_out_finer(form)
                     break
                 if form.form != Form(form.form.chunks) and self._is_behind_another(form, lead[1], _CLOSE):
@@ -195,12 +195,12 @@ class Comparison(Generic[S]):
         return True
 
     def _leave_out_finer(self, form: S) -> None:
-        """Leaves out forms with as many chunks as one has, if these alone make it slower than the one before."""
+        """Leaves out forms with as many chunks as this one or more, if only its loss head is cut."""
         if form.form == Form(form.form.chunks):
             self._too_many_chunks = min(self._too_many_chunks, form.form.chunks)
 
     def _is_behind_another(self, form: S, other: S, times: float) -> bool:
-        """Tells whether neither a form's bound nor its short climbs, some ``times`` as long, come near another's."""
+        """Tells whether a form's bound is not clearly lower than another's, and it is likely over ``times`` as slow."""
         promises_less = self._goes_by_bounds(form) and not promises_more(form.candidates, self.forms.limits, other.candidates)
         return promises_less and self._is_likely_slower(form, other, times)
 

@@ -22,7 +22,7 @@ from mtcompile.passes.planning.problem import Candidate, Planned
 
 _SHARES = (0.97, 0.9, 0.8, 0.6)  # of the device budget that linear programs get: rounding may add to what they need
 _TIGHT = (1.0, 0.985, 0.97, 0.9, 0.8)  # where the time of one form is compared with that of others
-_SLOWER = 1.03  # times a plan that fits: those for still fewer bytes are not faster than one for less that takes so long
+_SLOWER = 1.03  # times the fastest plan that fits: once one takes longer, still fewer bytes are not tried
 _AHEAD = (1, 2)  # blocks ahead that their plans fetch
 _FIRST = 8  # plans of each ladder that are tried where none fits
 _CLIMBED = 180  # plans that a short climb evaluates at most
@@ -103,7 +103,7 @@ class QuickCandidates(Candidates):
         return min((one.plan.total_us for one in self._near(device)), default=inf)
 
     def _near(self, device: int) -> list[Candidate]:
-        """Plans for less and less of ``device`` bytes, until one fits these and less makes it much slower."""
+        """Plans for less and less of ``device`` bytes, until one is much slower than one that fits."""
         if fits(self.resident.plan, replace(self.problem.budgets, host=None)):
             return [self.resident]
         limits, near = Limits(device), list[Candidate]()
@@ -123,7 +123,7 @@ class QuickCandidates(Candidates):
         return [self._paced(plan) for ahead in _AHEAD for plan in self._by_shares(device, ahead, _SHARES)]
 
     def _by_shares(self, device: int, ahead: int, shares: Sequence[float], whole: bool = True) -> Iterator[Plan]:
-        """Yields plans for shares of ``device`` bytes. ``whole``: with the leanest one where a program has no solution."""
+        """Yields plans for shares of ``device`` bytes. ``whole``: ends with the leanest one if a program has no solution."""
         first, rounding = next(iter(self.open_params), None), Rounding(self.blocks, self.sizes)
         decided = {} if first is None else {first: True}  # it is updated last and read first: compute would wait for it
         base, optimum = replace(self._by_density[0][0], lookahead=ahead, pooled=True), None

@@ -42,8 +42,8 @@ _TELLING = 1.35  # times its bound: plans farther above tell nothing of those of
 _MUCH = 0.985  # times what a climb to a lower limit ends at: then a plan is polished anew
 _BOUND_FALLS = 0.985  # times the bound of a lower limit: then moves from its plan may not lead far enough
 _POLISHED = 0.3  # of the way to the bound: polishing does not get as far
-# Times the plan taken: where climbs to lower limits end above, those to still lower ones are left out; and times the bound: not
-# where plans are below, as one is then often by chance a little better than others.
+# Times the plan taken: if climbs to a lower limit end above that, still lower limits are left out. Only if the plan taken is so
+# many times its bound, as nearer plans differ by chance.
 _NO_FARTHER, _FAR_ABOVE = 1.003, 1.04
 _GAIN = 1.5  # times what the bound falls by: what climbs to limits in between may gain
 
@@ -103,8 +103,8 @@ class Climbs:
 
     def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]], host: int | None = None) -> Plan:
         """Returns the fastest plan of all limits within ``device`` bytes; ``taken`` if none is faster. ``fitting``: gives what
-        may be taken of a plan, within ``host`` bytes. Not climbed to are limits below which no plan can be much faster, or is
-        likely to be, by the plans of others, and those to which climbs begin far above the ``host`` bytes."""
+        may be taken of a plan, within ``host`` bytes. Climbs do not go to limits below which no plan can be much faster, or
+        where plans of other limits suggest that none is, nor to those where they begin far above the ``host`` bytes."""
 
         @functools.cache  # asked for each limit and its neighbours
         def begins(limit: int) -> bool:
@@ -113,14 +113,13 @@ class Climbs:
             return may_end_within(start, host, lambda: self.bound(limit, host))
 
         highest_us: float | None = None  # the bound of the highest limit
-        ended_us: dict[int, float] = {}  # the fewest µs at which climbs end, by the limit where they begin
+        ended_us: dict[int, float] = {}  # of the fastest plans so far, by the limit where climbs to them begin
         for limit in self._falling(device, begins):
             if (bound_us := self.bound(limit, host)) >= _FASTER * taken.total_us:
                 break
             begun = self._begun_at(limit)
-            lower = [us for other, us in ended_us.items() if other != begun][1:]
-            is_far = highest_us is not None and self._others_follow and taken.total_us > _FAR_ABOVE * highest_us
-            if is_far and lower and lower[-1] > _NO_FARTHER * taken.total_us:
+            lower_us = [us for other, us in ended_us.items() if other != begun][1:]
+            if highest_us and self._lead_no_farther(lower_us, taken.total_us, highest_us):
                 break
             if highest_us is None:
                 highest_us = bound_us
@@ -134,6 +133,12 @@ class Climbs:
             if not little:
                 taken = min((taken, *fitting(ended)), key=_us)
         return taken
+
+    def _lead_no_farther(self, lower_us: Sequence[float], us: float, highest_us: float) -> bool:
+        """Tells whether still lower limits are left out: a plan of some ``us`` is far above the bound of the highest limit,
+        ``highest_us``, and the last lower ones to which climbs went, with ``lower_us``, gave only slower plans."""
+        is_far = self._others_follow and us > _FAR_ABOVE * highest_us
+        return is_far and bool(lower_us) and lower_us[-1] > _NO_FARTHER * us
 
     def _begun_at(self, limit: int) -> int:
         """Returns the last limit up to one that follows none, where climbs to it begin."""

@@ -26,13 +26,13 @@ _SCALARS = (
 
 
 class SearchedText:
-    """Searched plans as text, which is asked for again and again while a search finds more: each part is made once."""
+    """Writes searched plans as text. A search writes often, so each part is made once and kept."""
 
     def __init__(self) -> None:
         self._decisions: dict[Decision, int] = {}
-        self._known: dict[int, tuple[Decision, int]] = {}  # by identity, with what has it
+        self._known: dict[int, tuple[Decision, int]] = {}  # by id; the decision is kept so that its id is not reused
         self._orders: dict[tuple[str, ...], int] = {}
-        self._parts: dict[int, tuple[Any, str]] = {}  # by identity: of a decision, a point, or the plan of a climb
+        self._parts: dict[int, tuple[Any, str]] = {}  # by id: the object (kept, as above) and its text
 
     def __call__(self, points: Sequence[Point], climbs: Mapping[Limits, Plan], ladders: Sequence[Ladder]) -> str:
         """Returns the text of ``points``, with their places on ``ladders``, and of the plans of ``climbs``, by their limits."""
