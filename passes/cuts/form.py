@@ -14,14 +14,15 @@ from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights, cuts_of
 from mtcompile.passes.cuts.rows.check import check_rows
 from mtcompile.passes.cuts.rows.take import take_rows
 from mtcompile.passes.cuts.tiles.rewrite import tile_tokens, tiles_contract
-from mtcompile.passes.joint.loss_head import chunk_loss, logits_nbytes, narrow_logits
+from mtcompile.passes.joint.loss_head import chunk_loss, largest_logits, narrow_logits
 from mtcompile.passes.step_graph import copy_step, storage_nbytes
 from mtcompile.runtime.schedule import gib
 
 AUTO = (1, 4, 16, 64)  # chunks, and tiles, that "auto" chooses among
 SMALL = 3000  # operations of a step whose other forms are made in about a second each
 _LARGE_HEAD = 0.02  # of the device: a loss head whose logits take more is planned in chunks first
-_LARGE_CHUNK = 0.1  # of the device: if the logits of one of 16 chunks take more, the head begins in more chunks
+_LARGE_CHUNK = 0.1  # of the device: if the logits of one of so many chunks take more, the head begins in more chunks
+_FEW_ROWS = 256  # of logits in a chunk: with fewer, a GPU reads the weights of the head for longer than it computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,16 @@ def first_form(joint: fx.GraphModule, device: int | None) -> Form:
 def first_chunks(joint: fx.GraphModule, device: int | None) -> int:
     """Returns the number of chunks of the loss head to begin with: one, unless its logits take a large part of the device.
     Up to 16, the number is one that other forms have too, so that budgets share forms. More chunks spare little more memory,
-    and each adds time, so they are only for a device that is small beside the logits."""
-    nbytes = logits_nbytes(joint)
-    if device is None or nbytes < device * _LARGE_HEAD:
+    and each adds time, so they are only for a device that is small beside the logits; and so are chunks of few rows."""
+    logits = largest_logits(joint)
+    if logits is None or device is None or (nbytes := storage_nbytes(logits)) < device * _LARGE_HEAD:
         return 1
     fewest = int(min(AUTO[-1], 2 ** ceil(log2(nbytes / max(1.0, device * _LARGE_HEAD)))))
     if fewest > AUTO[-2] and nbytes > AUTO[-2] * device * _LARGE_CHUNK:
         return fewest
-    return next(number for number in AUTO if number >= min(fewest, AUTO[-2]))
+    number = next(number for number in AUTO if number >= min(fewest, AUTO[-2]))
+    with_many_rows = max(each for each in AUTO if each * _FEW_ROWS <= max(_FEW_ROWS, logits.shape[0]))
+    return min(number, with_many_rows) if nbytes <= with_many_rows * device * _LARGE_CHUNK else number
 
 
 def told_head(joint: fx.GraphModule, device: int | None) -> list[str]:

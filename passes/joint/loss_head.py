@@ -71,8 +71,14 @@ def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
 
 def logits_nbytes(joint: fx.GraphModule) -> int:
     """Returns the bytes of the largest logits; 0 if there are none. Nothing but chunks of the loss head makes fewer at once."""
-    logits = [node for node in joint.graph.nodes if node.target is aten._log_softmax.default]
-    return max((storage_nbytes(node.meta["val"]) for node in logits), default=0)
+    logits = largest_logits(joint)
+    return 0 if logits is None else storage_nbytes(logits)
+
+
+def largest_logits(joint: fx.GraphModule) -> torch.Tensor | None:
+    """Returns the largest logits, rows of classes; None if there are none."""
+    logits = [_val(node) for node in joint.graph.nodes if node.target is aten._log_softmax.default]
+    return max(logits, key=storage_nbytes, default=None)
 
 
 def narrow_logits(joint: fx.GraphModule) -> torch.Tensor | None:

@@ -340,11 +340,21 @@ def test_forms_that_are_cut_most_come_first_after_those_with_other_chunks(monkey
 
 
 @pytest.mark.parametrize(
-    ("device", "count"), [(None, 1), (6000, 1), (4000, 4), (1200, 16), (300, 16), (63, 16), (62, 64), (10, 64)]
+    ("rows", "device", "count"),
+    [
+        *(
+            (4096, device, count)
+            for device, count in [(None, 1), (6000, 1), (4000, 4), (1200, 16), (300, 16), (63, 16), (62, 64)]
+        ),
+        *((4095, device, count) for device, count in [(1200, 4), (300, 4), (250, 4), (249, 16), (10, 64)]),
+        *((100, device, count) for device, count in [(4000, 1), (1000, 1), (999, 16)]),
+    ],
 )
 def test_a_loss_head_begins_in_few_chunks_where_these_are_small(
-    device: int | None, count: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, device: int | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mtcompile.passes.cuts.form.logits_nbytes", lambda joint: 100)
+    """Of 100 bytes of logits; and where more chunks would have fewer than 256 rows."""
+    monkeypatch.setattr("mtcompile.passes.cuts.form.largest_logits", lambda joint: SimpleNamespace(shape=(rows, 1)))
+    monkeypatch.setattr("mtcompile.passes.cuts.form.storage_nbytes", lambda logits: 100)
     joint: Any = None
     assert first_chunks(joint, device) == count
