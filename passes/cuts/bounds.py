@@ -43,7 +43,7 @@ def takes_at_least(candidates: Candidates, us: float) -> bool:
     return candidates.resident.plan.total_us >= us and least_us(candidates) >= us
 
 
-def is_resident(candidates: Candidates, limits: Budgets) -> bool:
+def resident_is_fastest(candidates: Candidates, limits: Budgets) -> bool:
     """Tells whether the plan with everything on the device fits and none is faster."""
     resident = not candidates.problem.fixed_homes and fits(candidates.resident.plan, limits)
     return resident and not candidates.resident_may_be_slow

@@ -67,8 +67,7 @@ class Comparison(Generic[S]):
         """Returns ``best``, whose certificate tells of the other forms that were made, too, as far as plans of them may fit."""
         if (best := self.best) is None or (certificate := best[1].plan.certificate) is None:
             return best
-        others = [form for form in self._compared.values() if form is not best[0]]
-        bounds = [us for form in others if (us := form.candidates.bound_us(*self._device_and_host)) < inf]
+        bounds = [us for form in self._compared.values() if form is not best[0] and (us := self._bound_us(form)) < inf]
         certificate = replace(certificate, other_cuts=len(bounds), other_bound_us=min(bounds, default=0.0))
         return best[0], replace(best[1], plan=replace(best[1].plan, certificate=certificate))
 
@@ -94,8 +93,7 @@ class Comparison(Generic[S]):
         if all_resident or self.forms.limits.disk is not None:  # with a disk, only where the first does not fit
             return True
         least_us = min(map(self._finer_us, self._coarsest))
-        bound_us = form.candidates.bound_us(*self._device_and_host)
-        promises_little = self._is_telling(form, us, _TELLING_FINER) and least_us > PROMISE * bound_us
+        promises_little = self._is_telling(form, us, _TELLING_FINER) and least_us > PROMISE * self._bound_us(form)
         return promises_little or us <= (_NEAR if is_small(form.candidates) else _NEAR_LARGE) * least_us
 
     def _finer_us(self, form: S) -> float:
@@ -116,6 +114,10 @@ class Comparison(Generic[S]):
     @property
     def _device_and_host(self) -> tuple[int | None, int | None]:
         return self.forms.limits.device, self.forms.limits.host
+
+    def _bound_us(self, form: S) -> float:
+        """Returns the µs of the fastest plan that a form could have within the device's and the host's bytes."""
+        return form.candidates.bound_us(*self._device_and_host)
 
     @property
     def _alone(self) -> bool:
@@ -171,7 +173,7 @@ class Comparison(Generic[S]):
                     break
                 if takes_at_least(form.candidates, lead[0]):
                     break
-                bound_us, before_us = (each.candidates.bound_us(*self._device_and_host) for each in (form, before or form))
+                bound_us, before_us = map(self._bound_us, (form, before or form))
                 if self._is_telling(lead[1], lead[0]) and before_us < bound_us < inf:  # what finer forms spare is worth less
                     self._leave_out_finer(form)
                     break
@@ -189,14 +191,14 @@ class Comparison(Generic[S]):
                 if before is not None and self._is_behind_another(form, before, _TIED):
                     self._leave_out_finer(form)
                     break
-                if form.form != Form(form.form.chunks) and self._is_behind_another(form, lead[1], _CLOSE):
+                if not form.form.is_in_chunks_alone and self._is_behind_another(form, lead[1], _CLOSE):
                     break
                 before = form
         return True
 
     def _leave_out_finer(self, form: S) -> None:
         """Leaves out forms with as many chunks as this one or more, if only its loss head is cut."""
-        if form.form == Form(form.form.chunks):
+        if form.form.is_in_chunks_alone:
             self._too_many_chunks = min(self._too_many_chunks, form.form.chunks)
 
     def _is_behind_another(self, form: S, other: S, times: float) -> bool:
@@ -207,13 +209,12 @@ class Comparison(Generic[S]):
     def _promises_less_than_in_chunks(self, form: S) -> bool:
         """Tells whether a finer form of a large step has no lower bound than the same one with more chunks. Then other finer
         forms with as few chunks are taken not to have one either."""
-        if form.form == Form(form.form.chunks) or not self._goes_by_bounds(form):
+        if form.form.is_in_chunks_alone or not self._goes_by_bounds(form):
             return False
-        chunks, limits = form.form.chunks, self._device_and_host
-        in_more = [other for other in self._compared.values() if other.form.chunks > chunks]
-        cut_alike = [other for other in in_more if replace(other.form, chunks=chunks) == form.form]
-        alike = [other.candidates for other in cut_alike if taken_in_rows(other) == taken_in_rows(form)]
-        return any(candidates.bound_us(*limits) <= form.candidates.bound_us(*limits) for candidates in alike)
+        in_more = [other for other in self._compared.values() if other.form.chunks > form.form.chunks]
+        cut_alike = [other for other in in_more if replace(other.form, chunks=form.form.chunks) == form.form]
+        alike = [other for other in cut_alike if taken_in_rows(other) == taken_in_rows(form)]
+        return any(self._bound_us(other) <= self._bound_us(form) for other in alike)
 
     def _promises_less(self, rows: S, coarsest: Sequence[S]) -> bool:
         """Tells whether a form that takes few rows, and goes by bounds, promises no more than one that takes all: to take rows
@@ -225,17 +226,15 @@ class Comparison(Generic[S]):
 
     def _is_far(self, form: S) -> bool:
         """Tells whether finer forms could be much faster than a form that goes by bounds and may wait."""
-        may_wait = self._goes_by_bounds(form) and self._can_wait(form)
-        return may_wait and form.candidates.bound_us(*self._device_and_host) > _FAR * self._finer_us(form)
+        return self._goes_by_bounds(form) and self._can_wait(form) and self._bound_us(form) > _FAR * self._finer_us(form)
 
     def _gains_little_from_finer(self) -> bool:
         """Tells whether tiles and fragments, which take long to make of a large step, could make it little faster."""
         if (lead := self.lead) is None or not self._is_telling(lead[1], lead[0], _TELLING_FINER):
             return False
-        limits = self._device_and_host
-        ahead = [form for form in self._coarsest if not self._is_behind(form)]
-        least_us = min((form.candidates.bound_us(*limits, inside=False) for form in ahead), default=0.0)
-        return lead[1].candidates.bound_us(*limits) <= _FEW_FINER * least_us
+        ahead = [form.candidates for form in self._coarsest if not self._is_behind(form)]
+        least_us = min((candidates.bound_us(*self._device_and_host, inside=False) for candidates in ahead), default=0.0)
+        return self._bound_us(lead[1]) <= _FEW_FINER * least_us
 
     def could_fit(self) -> bool:
         """Tells whether other forms could fit: not if the disk is too slow or small, or the host for what it always holds."""
@@ -251,7 +250,7 @@ class Comparison(Generic[S]):
     def is_to_skip(self, form: Form) -> bool:
         """Tells whether to skip a form that is not made yet: it has too many chunks for what they spare, or tiles or fragments
         and too few chunks."""
-        return form.chunks >= self._too_many_chunks or (form.chunks <= self._too_few_chunks and form != Form(form.chunks))
+        return form.chunks >= self._too_many_chunks or (form.chunks <= self._too_few_chunks and not form.is_in_chunks_alone)
 
     def has_room_for(self, form: Form) -> bool:
         """Tells whether a form that is not made yet could fit, or need less than those that did not, by its logits alone."""
@@ -316,8 +315,9 @@ class Comparison(Generic[S]):
     def _is_hopeless(self, form: S, us: float) -> bool:
         """Tells whether short climbs of a form take more than some µs, or, where no plan of these is within the device's bytes,
         plans that need a little more."""
-        device, climbed_us = self.forms.limits.device, self._climbed_us(form)
-        return us < (climbed_us if climbed_us < inf or device is None else form.candidates.above_us(device)) < inf
+        if (climbed_us := self._climbed_us(form)) < inf or self.forms.limits.device is None:
+            return us < climbed_us < inf
+        return us < form.candidates.above_us(self.forms.limits.device) < inf
 
     def _is_behind(self, form: S) -> bool:
         """Tells whether a form, and others that take as few rows, are likely much slower than the fastest one."""
@@ -336,8 +336,8 @@ class Comparison(Generic[S]):
 
     def _waits(self, form: S) -> bool:
         """Tells whether a form is searched when it is known which is likely to be the fastest."""
-        is_compared = self._can_wait(form) and self._is_compared_by_climbs(form)
-        return is_compared and (bool(self._waiting) or self._likely_us(form) < inf)
+        may_wait = self._can_wait(form) and self._is_compared_by_climbs(form)
+        return may_wait and (bool(self._waiting) or self._likely_us(form) < inf)
 
     def _is_compared_by_climbs(self, form: S) -> bool:
         """Tells whether short climbs say whether to search a form."""
@@ -346,7 +346,7 @@ class Comparison(Generic[S]):
     def _likely_us(self, form: S) -> float:
         """Returns about the µs, beside those of other forms, that a search of a form finds: what short climbs find, a third of
         the way to its bound, as that tells how much they may have missed. Infinite where that is unknown."""
-        us, bound_us = self._climbed_us(form), form.candidates.bound_us(*self._device_and_host)
+        us, bound_us = self._climbed_us(form), self._bound_us(form)
         return us ** (1 - _TO_BOUND) * bound_us**_TO_BOUND if us < inf and bound_us else us
 
     def _climbed_us(self, form: S) -> float:
@@ -379,7 +379,7 @@ class Comparison(Generic[S]):
     def _is_telling(self, form: S, us: float, times: float = _TELLING) -> bool:
         """Tells whether the bound of a form whose plan takes ``us`` rules out other forms: that of a large step does unless the
         plan takes that many ``times`` as long."""
-        return self._goes_by_bounds(form) and us <= times * form.candidates.bound_us(*self._device_and_host)
+        return self._goes_by_bounds(form) and us <= times * self._bound_us(form)
 
     def _may_fit(self, form: S) -> bool:
         """Tells whether some plan of a form may be within the device's bytes, by its linear program."""

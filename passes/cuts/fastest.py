@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import tee
 
-from mtcompile.passes.cuts.bounds import is_resident, is_small
+from mtcompile.passes.cuts.bounds import is_small, resident_is_fastest
 from mtcompile.passes.cuts.compare import Comparison
 from mtcompile.passes.cuts.form import Allowed, Form, chains_of_forms
 from mtcompile.passes.cuts.forms import Forms, S, rows_of
@@ -38,7 +38,7 @@ def _compared(comparison: Comparison[S]) -> Comparison[S]:
     if allowed.last_embeddings != allowed.embeddings and rows_of(forms, allowed.embeddings) == rows_of(forms, last[1]):
         last = allowed.last_fragments, allowed.embeddings  # so that nothing is compared twice
     for (fragments, embeddings), begins in dict.fromkeys(((now, allowed.begins), (last, allowed.begins), (last, UNCUT.begins))):
-        takes_none = embeddings == "auto" and is_resident(first.candidates, forms.limits)
+        takes_none = embeddings == "auto" and resident_is_fastest(first.candidates, forms.limits)
         rows = None if takes_none else forms.in_rows(first, embeddings)
         takes_all = rows is None or forms.may_take_all_rows(first, rows)
         comparison.hurries = allowed.in_fragments or fragments != allowed.fragments

@@ -34,6 +34,11 @@ class Form:
     tiles: int = 1
     cut: Cut = UNCUT
 
+    @property
+    def is_in_chunks_alone(self) -> bool:
+        """True if nothing is cut but the loss head, or nothing at all."""
+        return self == Form(self.chunks)
+
 
 WHOLE = Form()
 

@@ -103,28 +103,28 @@ class QuickCandidates(Candidates):
         return min((one.plan.total_us for one in self._near(device)), default=inf)
 
     def _near(self, device: int) -> list[Candidate]:
-        """Plans for less and less of ``device`` bytes, until one is much slower than one that fits."""
+        return self._by_linear_programs(device, _TIGHT, whole=False, slower=_SLOWER)
+
+    def _by_linear_programs(
+        self, device: int, shares: Sequence[float] = _SHARES, whole: bool = True, slower: float = inf
+    ) -> list[Candidate]:
+        """Plans for shares of ``device`` bytes, the largest first. ``whole``: with the leanest one where a program has no
+        solution. ``slower``: once a plan takes so many times as long as one that fits, lower shares are left out."""
         if fits(self.resident.plan, replace(self.problem.budgets, host=None)):
             return [self.resident]
-        limits, near = Limits(device), list[Candidate]()
+        limits, rounding, plans = Limits(device), Rounding(self.blocks, self.sizes), list[Candidate]()
         for ahead in _AHEAD:
             fastest_us = inf
-            for one in map(self._paced, self._by_shares(device, ahead, _TIGHT, whole=False)):
-                near.append(one)
-                if one.plan.total_us > _SLOWER * fastest_us:
+            for one in map(self._paced, self._by_shares(device, ahead, shares, whole, rounding)):
+                plans.append(one)
+                if one.plan.total_us > slower * fastest_us:
                     break
                 if not limits.missing(one.plan):
                     fastest_us = min(fastest_us, one.plan.total_us)
-        return near
+        return plans
 
-    def _by_linear_programs(self, device: int) -> list[Candidate]:
-        if fits(self.resident.plan, replace(self.problem.budgets, host=None)):
-            return [self.resident]
-        return [self._paced(plan) for ahead in _AHEAD for plan in self._by_shares(device, ahead, _SHARES)]
-
-    def _by_shares(self, device: int, ahead: int, shares: Sequence[float], whole: bool = True) -> Iterator[Plan]:
-        """Yields plans for shares of ``device`` bytes. ``whole``: ends with the leanest one if a program has no solution."""
-        first, rounding = next(iter(self.open_params), None), Rounding(self.blocks, self.sizes)
+    def _by_shares(self, device: int, ahead: int, shares: Sequence[float], whole: bool, rounding: Rounding) -> Iterator[Plan]:
+        first = next(iter(self.open_params), None)
         decided = {} if first is None else {first: True}  # it is updated last and read first: compute would wait for it
         base, optimum = replace(self._by_density[0][0], lookahead=ahead, pooled=True), None
         for share in shares:

@@ -120,7 +120,7 @@ class Candidates:
     def go_by_schedules(self) -> bool:
         """Forgets all figures of summaries, and makes no more. Tells whether there were any."""
         could, self._evaluator.able, self._varied_points = self._evaluator.able, False, None
-        self._improved, self._on_hosts, self._text = None, None, SearchedText()
+        self._improved, self._on_hosts = None, None
         self._figures, self._paces, self._points, self._climbed = {}, {}, [], {}
         self.__dict__.pop("resident", None)
         return could

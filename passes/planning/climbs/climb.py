@@ -128,7 +128,7 @@ class Climbs:
                     continue
                 break
             little = self._gains_little(limit, taken.total_us)
-            ended = self._plan_if(self._begun_at(limit) if little else limit, taken.total_us)
+            ended = self._plan_if(begun if little else limit, taken.total_us)
             ended_us[begun] = min(ended.total_us, ended_us.get(begun, inf))
             if not little:
                 taken = min((taken, *fitting(ended)), key=_us)

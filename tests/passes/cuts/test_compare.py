@@ -344,7 +344,7 @@ def test_forms_that_are_cut_most_come_first_after_those_with_other_chunks(monkey
     [
         *(
             (4096, device, count)
-            for device, count in [(None, 1), (6000, 1), (4000, 4), (1200, 16), (300, 16), (63, 16), (62, 64)]
+            for device, count in [(None, 1), (6000, 1), (4000, 4), (1200, 16), (300, 16), (63, 16), (62, 64), (10, 64)]
         ),
         *((4095, device, count) for device, count in [(1200, 4), (300, 4), (250, 4), (249, 16), (10, 64)]),
         *((100, device, count) for device, count in [(4000, 1), (1000, 1), (999, 16)]),
