@@ -90,6 +90,26 @@ class Shifted(Stack):
         return block(x + self.table.sin())
 
 
+class Biased(Block):
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y = self.norm(x).sin()
+        bias = self.up(x).tanh() if bias is None else bias
+        return x + self.down(F.gelu(self.up(y * 2) + bias)), bias
+
+
+class FirstMakesBias(Stack):
+    """In the middle of its work, the first block makes what all add; the equal blocks that are found begin there."""
+
+    def __init__(self) -> None:
+        super().__init__(Biased, 8)
+
+    def through(self, x: Tensor) -> Tensor:
+        bias = None
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return x
+
+
 class Frozen(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -206,6 +226,7 @@ STAMPED: dict[str, Callable[[], nn.Module]] = {
     "in place": InPlace,
     "batch norm": lambda: Stack(ConvBlock),
     "a table of all": Shifted,
+    "first makes a bias": FirstMakesBias,
     "frozen": Frozen,
     "first tied": FirstTied,
     "alternating": lambda: Alternating(count=12),

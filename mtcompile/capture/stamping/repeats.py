@@ -13,7 +13,7 @@ from torch import fx
 
 from mtcompile.capture.description import Description
 from mtcompile.capture.outputs import changes_operand, storage_of
-from mtcompile.capture.stamping.blocks import INNER, TRACED, Blocks, Place, Selection, references, structure
+from mtcompile.capture.stamping.blocks import FIRST, INNER, TRACED, Blocks, Place, Selection, references, structure
 from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import InputSpec
 from mtcompile.torch_private import pytree, storage_id
@@ -245,7 +245,8 @@ def _described(
         else:
             shared[traced] = spec.index
         traced += 1
-    of_traced = {
+    begins_inside = {path: place for path, place in paths.items() if place[0] == FIRST}  # a module that ends in the next block
+    of_traced = begins_inside | {
         path: (selection.as_traced(block), key) for path, (block, key) in paths.items() if not selection.removed(block)
     }
     paths_at = {place: path for path, place in paths.items()}
