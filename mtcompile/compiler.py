@@ -225,7 +225,8 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
             of_head = (
                 told_head(joint, forms.limits.device) if options.loss_chunks == "auto" and refused.tier == "device" else []
             )
-            raise (BudgetError(f"{refused}\n  {of_head[0]}", refused.minimum_bytes) if of_head else refused) from None
+            told = "\n  ".join([str(refused), *of_head])
+            raise (BudgetError(told, refused.minimum_bytes) if of_head else refused) from None
         return fastest_form(joint, captured, target, placement)
     best = forms.planned[compared.best[0]]
     forms.shared.keep_only(best.problem.step, best.planned.step)

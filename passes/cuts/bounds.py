@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts.form import SMALL
+from mtcompile.passes.cuts.form import SMALL, Form
+from mtcompile.passes.cuts.fragments.cut import UNCUT
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import is_hopeless
 from mtcompile.passes.planning.frontier import fits
@@ -13,6 +15,7 @@ from mtcompile.passes.planning.problem import DoesNotFit
 from mtcompile.passes.step_graph import kernel_of, regions
 
 PROMISE = 0.998  # of the best form's bound: others that promise less are not searched
+_HARDLY_LESS = 0.98  # of the bytes that a coarser form needs: with more, fragments that could not fit anyway are not made finer
 
 
 def could_be_faster(candidates: Candidates, limits: Budgets, us: float) -> bool:
@@ -30,6 +33,16 @@ def is_small(candidates: Candidates) -> bool:
     """Tells whether other forms of a step are made and searched in about a second each."""
     step = candidates.problem.step
     return sum(len(kernel_of(step, region).graph.nodes) for region in regions(step)) <= SMALL
+
+
+def needs_no_less(candidates: Candidates, form: Form, limits: Budgets, leanest: float) -> bool:
+    """Tells whether a form that cannot fit the device needs no less of it than the ``leanest`` coarser one, as finer ones then
+    will not either. One in fragments, of which finer ones may do with less, tells so only if none would fit even if what a
+    block's work needs while it runs took no memory."""
+    if form.cut == UNCUT:
+        return candidates.least_nbytes >= leanest
+    could_fit = candidates.bound_us(limits.device, limits.host, inside=False) < inf
+    return not could_fit and candidates.least_nbytes >= _HARDLY_LESS * leanest
 
 
 def least_us(candidates: Candidates) -> float:

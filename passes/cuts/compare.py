@@ -19,10 +19,17 @@ from math import inf
 from typing import Generic
 
 from mtcompile.passes.analysis.state import held_nbytes
-from mtcompile.passes.cuts.bounds import PROMISE, could_be_faster, host_is_too_small, is_small, promises_more, takes_at_least
+from mtcompile.passes.cuts.bounds import (
+    PROMISE,
+    could_be_faster,
+    host_is_too_small,
+    is_small,
+    needs_no_less,
+    promises_more,
+    takes_at_least,
+)
 from mtcompile.passes.cuts.form import Allowed, Form
 from mtcompile.passes.cuts.forms import Forms, S, rows_of, taken_in_rows
-from mtcompile.passes.cuts.fragments.cut import UNCUT
 from mtcompile.passes.cuts.fragments.figures import streaming
 from mtcompile.passes.joint.loss_head import logits_nbytes
 from mtcompile.passes.planning.frontier import fits
@@ -182,10 +189,9 @@ class Comparison(Generic[S]):
             if lead is None and self._host_is_too_small():
                 return False
             if lead is None and not self._alone and not self._may_fit(form):
-                nbytes = form.candidates.least_nbytes
-                if nbytes >= leanest and form.form.cut == UNCUT:  # more chunks or tiles need no less
+                if needs_no_less(form.candidates, form.form, self.forms.limits, leanest):
                     break
-                leanest = min(leanest, nbytes)
+                leanest = min(leanest, form.candidates.least_nbytes)
             self._consider(form, may_wait=True)
             if lead is not None:
                 if before is not None and self._is_behind_another(form, before, _TIED):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
 
+import torch
 from torch import fx
 
 from mtcompile.passes.analysis.rows import fetched_by_rows
@@ -14,7 +15,7 @@ from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights, cuts_of
 from mtcompile.passes.cuts.rows.check import check_rows
 from mtcompile.passes.cuts.rows.take import take_rows
 from mtcompile.passes.cuts.tiles.rewrite import tile_tokens, tiles_contract
-from mtcompile.passes.joint.loss_head import chunk_loss, largest_logits, narrow_logits
+from mtcompile.passes.joint.loss_head import chunk_loss, largest_logits, narrow_logits, returned_logits
 from mtcompile.passes.step_graph import copy_step, storage_nbytes
 from mtcompile.runtime.schedule import gib
 
@@ -65,15 +66,26 @@ def first_chunks(joint: fx.GraphModule, device: int | None) -> int:
 
 
 def told_head(joint: fx.GraphModule, device: int | None) -> list[str]:
-    """Says, of a step that does not fit, that a loss head stays whole for the type of its logits, if these are large."""
-    logits = narrow_logits(joint)
-    if logits is None or device is None or (nbytes := storage_nbytes(logits)) < device * _LARGE_HEAD:
-        return []
-    dtype = str(logits.dtype).removeprefix("torch.")
-    return [
-        f"a loss head cannot run in chunks: its logits ({gib(nbytes)}) are {dtype}, and adding up the chunks' losses in "
-        f"{dtype} would lose precision. With logits.float() it could, and would need less memory"
-    ]
+    """Says, of a step that does not fit, what a loss head with large logits could do with less of: it stays whole for their
+    type, or they are returned."""
+    told, narrow, returned = [], _if_large(narrow_logits(joint), device), _if_large(returned_logits(joint), device)
+    if narrow is not None:
+        dtype = str(narrow.dtype).removeprefix("torch.")
+        told.append(
+            f"a loss head cannot run in chunks: its logits ({gib(storage_nbytes(narrow))}) are {dtype}, and adding up the "
+            f"chunks' losses in {dtype} would lose precision. With logits.float() it could, and would need less memory"
+        )
+    if returned is not None:
+        told.append(
+            f"the model returns its logits ({gib(storage_nbytes(returned))}), which stay on the device during the backward. "
+            "If it returned only the loss, they would never be there whole"
+        )
+    return told
+
+
+def _if_large(logits: torch.Tensor | None, device: int | None) -> torch.Tensor | None:
+    is_small = logits is None or device is None or storage_nbytes(logits) < device * _LARGE_HEAD
+    return None if is_small else logits
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Puts the loss head in chunks of tokens: a linear layer and its cross-entropy, so that whole-batch logits never exist.
 
-Each chunk's logits are made, reduced to a sum of losses and dropped; the backward makes them again, chunk by chunk. All
+Each chunk's logits are made, reduced to a sum of losses and dropped; the backward makes them again, chunk by chunk. Where the
+model returns them, as those of Transformers do, the forward makes them in one piece, of which each chunk reads its rows. All
 of it is plain ATen in the joint graph, so everything after plans, proves and runs it like any other operations.
 
 The row-wise operations see the same rows; what differs from the whole is the order of summation over chunks, in the
@@ -47,6 +48,8 @@ class _Head:
 
     product: fx.Node  # mm(x, w) or addmm(bias, x, w)
     casts: tuple[fx.Node, ...]
+    returned: fx.Node | None  # product(x) after some of the casts, if the model returns it
+    remaining: tuple[fx.Node, ...]  # the casts after those
     softmax: fx.Node
     loss: fx.Node  # nll_loss_forward
     backward: _Backward | None
@@ -57,8 +60,8 @@ class _Head:
 
 
 def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
-    """Rewrites, in place, every loss head of a normalized joint graph whose logits nothing else reads. Returns how many there
-    were."""
+    """Rewrites, in place, every loss head of a normalized joint graph whose logits nothing else reads, though the model may
+    return them. Returns how many there were."""
     heads = [head for head in _heads(joint.graph) if _is_wide(head)] if chunks > 1 else []
     for head in heads:
         _rewrite(joint.graph, head, chunks)
@@ -88,6 +91,13 @@ def narrow_logits(joint: fx.GraphModule) -> torch.Tensor | None:
     return max((each for each in logits if each.shape[0] > 1), key=storage_nbytes, default=None)
 
 
+def returned_logits(joint: fx.GraphModule) -> torch.Tensor | None:
+    """Returns the largest logits that a normalized joint graph returns beside their loss, and that could be in chunks if it did
+    not; None if there are none."""
+    logits = [_val(head.returned) for head in _heads(joint.graph) if head.returned is not None and _is_wide(head)]
+    return max(logits, key=storage_nbytes, default=None)
+
+
 def _heads(graph: fx.Graph) -> list[_Head]:
     recognised = [_recognise(node) for node in graph.nodes]
     return [head for head in recognised if head is not None and _backward_point(graph, head.backward) is not None]
@@ -103,15 +113,17 @@ def _recognise(softmax: fx.Node) -> _Head | None:
     shape = _val(softmax).shape
     if len(shape) != 2:
         return None
-    product, casts = _up(softmax.args[0])
-    if product.target not in (aten.mm.default, aten.addmm.default) or product.kwargs or len(product.users) != 1:
+    product, _, returned, _ = from_x = _up(softmax.args[0])
+    if product.target not in (aten.mm.default, aten.addmm.default) or product.kwargs or len(_readers(product)) != 1:
+        return None
+    if returned is not None and not _val(returned).is_contiguous():
         return None
     users = {user.target: user for user in softmax.users}
     loss = users.pop(aten.nll_loss_forward.default, None)
     if loss is None or loss.args[2] is not None or loss.args[3] != MEAN or _val(product).shape != shape:
         return None
     if len(softmax.users) == 1:
-        return _Head(product, casts, softmax, loss, None)
+        return _Head(*from_x, softmax, loss, None)
     loss_back = users.pop(aten.nll_loss_backward.default, None)
     softmax_back = users.pop(aten._log_softmax_backward_data.default, None)
     if len(softmax.users) != 3 or loss_back is None or softmax_back is None:
@@ -120,16 +132,25 @@ def _recognise(softmax: fx.Node) -> _Head | None:
     if loss_back.args[3:5] != (None, MEAN) or list(loss_back.users) != [softmax_back] or _val(gradient).shape != shape:
         return None
     parts = _products(gradient, product.args[-2])
-    return parts and _Head(product, casts, softmax, loss, _Backward(loss_back, softmax_back, casts_back, *parts))
+    return parts and _Head(*from_x, softmax, loss, _Backward(loss_back, softmax_back, casts_back, *parts))
 
 
-def _up(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """Follows reshapes and casts with one reader back to the value they come from; that value and the casts."""
-    casts: list[fx.Node] = []
-    while node.op == "call_function" and len(node.users) == 1 and (node.target in _RESHAPES or _is_cast(node)):
+def _up(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None, tuple[fx.Node, ...]]:
+    """Follows reshapes and casts with one reader back to the value they come from: that value, the casts, the last value that
+    the model returns, and the casts after that."""
+    returned, casts, remaining = None, list[fx.Node](), list[fx.Node]()
+    while True:
+        if returned is None and len(node.users) > len(_readers(node)):
+            returned, remaining = node, list(casts)
+        if node.op != "call_function" or len(_readers(node)) != 1 or not (node.target in _RESHAPES or _is_cast(node)):
+            return node, tuple(reversed(casts)), returned, tuple(reversed(remaining))
         casts += [node] if _is_cast(node) else []
         node = node.args[0]
-    return node, tuple(reversed(casts))
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a value in the step, beside the caller that it may be returned to."""
+    return [user for user in node.users if user.op != "output"]
 
 
 def _down(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
@@ -175,7 +196,7 @@ def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
         add = adder(graph, head.product)
         sums, weights = [], []
         for start, end in bounds:
-            logarithms = _logarithms(add, head, start, end)
+            logarithms = _logarithms(add, head, head.returned, start, end)
             labels = _rows(add, target, start, end)
             loss = add(aten.nll_loss_forward.default, logarithms, labels, None, SUM, ignored, val=_val(head.loss))
             sums.append(add(operator.getitem, loss, 0))
@@ -194,7 +215,7 @@ def _rewrite(graph: fx.Graph, head: _Head, chunks: int) -> None:
         add = adder(graph, back.softmax)
         pieces: dict[fx.Node, list[fx.Node]] = {end: [] for end in (*back.for_x, *back.for_weight, *back.for_bias)}
         for start, end in bounds:
-            logarithms = _logarithms(add, head, start, end)
+            logarithms = _logarithms(add, head, None, start, end)
             tangent, counted = back.loss.args[0], back.loss.args[6]
             labels = _rows(add, target, start, end)
             rows, operands = end - start, (tangent, logarithms, labels, None, MEAN, ignored, counted)
@@ -254,11 +275,14 @@ def adder(graph: fx.Graph, like: fx.Node) -> Add:
     return add
 
 
-def _logarithms(add: Add, head: _Head, start: int, end: int) -> fx.Node:
-    """The chunk's log-softmax, from its rows of x."""
-    operands = (*head.product.args[:-2], _rows(add, head.x, start, end), head.product.args[-1])
-    logits = add(head.product.target, *operands, val=_alike(head.product, end - start))
-    for cast in head.casts:
+def _logarithms(add: Add, head: _Head, whole: fx.Node | None, start: int, end: int) -> fx.Node:
+    """The chunk's log-softmax, from its rows of the ``whole`` logits or, without these, of x."""
+    if whole is None:
+        operands = (*head.product.args[:-2], _rows(add, head.x, start, end), head.product.args[-1])
+        logits = add(head.product.target, *operands, val=_alike(head.product, end - start))
+    else:
+        logits = _rows(add, add(aten.view.default, whole, list(_val(head.softmax).shape)), start, end)
+    for cast in head.casts if whole is None else head.remaining:
         logits = add(cast.target, logits, val=_alike(cast, end - start), **cast.kwargs)
     return add(head.softmax.target, logits, *head.softmax.args[1:], val=_alike(head.softmax, end - start))
 

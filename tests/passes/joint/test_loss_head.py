@@ -18,16 +18,16 @@ from mtcompile.passes.joint.build import build
 from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.step_graph import listing
 from tests.helpers.models import Gpt, tokens
-from tests.helpers.tracing import interpret, trace, traced_case
+from tests.helpers.tracing import interpret, trace
 
 pytestmark = pytest.mark.slow  # it compiles many models
 
 
 class Head(nn.Module):
-    """A large vocabulary. ``bias``, ``dtype`` of the product; ``logits``: whether the caller gets them too."""
+    """A large vocabulary. ``bias``, ``dtype`` of the product; ``logits``: what of them the caller gets too."""
 
     def __init__(
-        self, vocabulary: int = 60, bias: bool = True, dtype: torch.dtype = torch.float32, logits: bool = False
+        self, vocabulary: int = 60, bias: bool = True, dtype: torch.dtype = torch.float32, logits: str = "none"
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -37,8 +37,10 @@ class Head(nn.Module):
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
         logits = self.head(self.embed(tokens).tanh())
-        loss = F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
-        return (loss, logits) if self.logits else loss
+        wide = logits.float()
+        loss = F.cross_entropy(wide.view(-1, logits.shape[-1]), labels.view(-1))
+        also = {"none": (), "as made": (logits,), "wide": (wide,), "both": (logits, wide), "argmax": (logits.argmax(-1),)}
+        return (loss, *also[self.logits]) if self.logits != "none" else loss
 
 
 def data(vocabulary: int = 60, rows: int = 10) -> dict[str, torch.Tensor]:
@@ -86,11 +88,63 @@ def test_everything_ignored_is_nan_as_in_the_whole() -> None:
     assert interpret(build(chunked.joint), chunked.inputs)[0].isnan()
 
 
+@pytest.mark.parametrize("logits", ["as made", "wide", "both"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_returned_are_made_once(logits: str, dtype: torch.dtype) -> None:
+    model, inputs = Head(60, bias=False, dtype=dtype, logits=logits), data()
+    whole, chunked = trace(model, inputs), trace(model, inputs)
+    assert chunk_loss(chunked.joint, 4) == 1
+    expected, found = interpret(whole.step, whole.inputs), interpret(build(chunked.joint), chunked.inputs)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for one, other in zip(found, expected, strict=True):
+        atol = 0 if other.dim() == 3 else tolerance / 10  # the logits are the same
+        assert torch.allclose(one.float(), other.float(), rtol=10 * atol, atol=atol)
+    rows = [n.meta["val"].shape[0] for n in chunked.joint.graph.nodes if "log_softmax" in str(n.target)]
+    assert max(rows) == 8 and sum(rows) == 3 * 30  # in the forward, in the backward, and in what that makes of gradients
+    made = [n for n in chunked.joint.graph.nodes if str(n.target) == "aten.mm.default" and n.meta["val"].shape[1] == 60]
+    assert [n.meta["val"].shape[0] for n in made][:5] == [30, 8, 8, 8, 6]  # whole in the forward, in chunks in the backward
+
+
+def test_who_changes_returned_logits_does_not_change_gradients() -> None:
+    model, inputs = Head(logits="as made"), data()
+    program = mtcompile.compile(copy.deepcopy(model), memory="64MiB", loss_chunks=4)
+    for each, change in ((model, False), (program, True)):
+        loss, logits = each(**inputs)
+        if change:
+            with torch.no_grad():
+                logits.zero_()
+        loss.backward()
+    for one, other in zip(model.parameters(), program.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, 1e-5, 1e-7)
+
+
+def test_a_loss_of_returned_logits_reaches_all_weights() -> None:
+    """Gradients also arrive for the logits, so they are made whole."""
+    model, inputs = Head(logits="as made"), data()
+    program = mtcompile.compile(copy.deepcopy(model), memory="64MiB", loss_chunks="auto")
+    for each in (model, program):
+        loss, logits = each(**inputs)
+        (loss + logits.square().mean()).backward()
+    for one, other in zip(model.parameters(), program.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_the_device_needs_as_much_less_as_returned_logits_do_in_chunks() -> None:
+    inputs = data(8192, 171)  # 16 MiB of logits
+    needs = {}
+    for chunks in (1, "auto"):
+        with pytest.raises(mtcompile.BudgetError) as refused:
+            mtcompile.compile(Head(8192, logits="as made"), memory="18MiB", loss_chunks=chunks)(**inputs)
+        needs[chunks] = refused.value.minimum_bytes
+        assert ("returns its logits (16.03 MiB)" in str(refused.value)) == (chunks == "auto")
+    assert needs["auto"] < 0.6 * needs[1]
+    forecast = mtcompile.plan(Head(8192, logits="as made"), inputs, memory="18MiB")
+    assert not forecast.feasible and any("returns its logits (16.03 MiB)" in note for note in forecast.notes)
+
+
 def test_logits_that_are_read_stay() -> None:
-    for name in ("llama", "gpt2"):  # they return their logits
-        assert chunk_loss(traced_case(name).joint, 4) == 0
-    assert chunk_loss(trace(Head(logits=True), data()).joint, 4) == 0
-    model = mtcompile.compile(Head(logits=True), memory="64MiB", loss_chunks=4)
+    assert chunk_loss(trace(Head(logits="argmax"), data()).joint, 4) == 0
+    model = mtcompile.compile(Head(logits="argmax"), memory="64MiB", loss_chunks=4)
     with pytest.raises(mtcompile.CaptureError, match="loss_chunks=4"):
         model(**data())
 
@@ -188,6 +242,6 @@ def test_auto_takes_as_few_chunks_as_the_budget_allows() -> None:
         found = re.search(r"in (\d+) chunks", compiled.plan.numerics)
         chosen.append(int(found[1]) if found else 1)
     assert chosen[0] == 1 < chosen[1] <= chosen[2]
-    reading = mtcompile.compile(Head(logits=True), memory="64MiB", loss_chunks="auto")
+    reading = mtcompile.compile(Head(logits="as made"), memory="64MiB", loss_chunks="auto")
     loss, logits = reading(**data())
     assert logits.shape == (3, 10, 60) and loss.isfinite()
