@@ -35,6 +35,11 @@ def is_small(candidates: Candidates) -> bool:
     return sum(len(kernel_of(step, region).graph.nodes) for region in regions(step)) <= SMALL
 
 
+def may_fit(candidates: Candidates, limits: Budgets) -> bool:
+    """Tells whether some plan may be within the device's bytes, by its linear program."""
+    return candidates.bound_us(limits.device, None) < inf
+
+
 def needs_no_less(candidates: Candidates, form: Form, limits: Budgets, leanest: float) -> bool:
     """Tells whether a form that cannot fit the device needs no less of it than the ``leanest`` coarser one, as finer ones then
     will not either. One in fragments, of which finer ones may do with less, tells so only if none would fit even if what a

@@ -24,6 +24,7 @@ from mtcompile.passes.cuts.bounds import (
     could_be_faster,
     host_is_too_small,
     is_small,
+    may_fit,
     needs_no_less,
     promises_more,
     takes_at_least,
@@ -188,7 +189,7 @@ class Comparison(Generic[S]):
                     break  # two in a row cannot fit: finer forms will hardly fit either
             if lead is None and self._host_is_too_small():
                 return False
-            if lead is None and not self._alone and not self._may_fit(form):
+            if lead is None and not self._alone and not may_fit(form.candidates, self.forms.limits):
                 if needs_no_less(form.candidates, form.form, self.forms.limits, leanest):
                     break
                 leanest = min(leanest, form.candidates.least_nbytes)
@@ -260,18 +261,15 @@ class Comparison(Generic[S]):
 
     def has_room_for(self, form: Form) -> bool:
         """Tells whether a form that is not made yet could fit, or need less than those that did not, by its logits alone."""
-        device = self.forms.limits.device
+        if (device := self.forms.limits.device) is None or self.allowed.fuses:
+            return True
         needed = [error.minimum for _, error in self.refused if error.tier == "device"]
         needed += [form.candidates.floor for form in self._unlikely[:1]]
-        return device is None or self.allowed.fuses or self._logits_nbytes // form.chunks <= max(device, min(needed, default=0))
-
-    @functools.cached_property
-    def _logits_nbytes(self) -> int:
-        return logits_nbytes(self.forms.captured)
+        return logits_nbytes(self.forms.captured) // form.chunks <= max(device, min(needed, default=0))
 
     def plan_unlikely(self) -> None:
-        """Plans forms that were not since they cannot fit the device: those that need less of it by their linear programs come
-        first, until one fits or none can need less."""
+        """Plans forms that cannot fit the device: those that need less of it by their linear programs come first, until one fits
+        or none can need less."""
         could_help = not self.refused or self.refusal[1].tier == "device"
         for form in sorted(self._unlikely, key=lambda form: form.candidates.least_nbytes) if could_help else ():
             least = form.candidates.least_nbytes
@@ -285,7 +283,7 @@ class Comparison(Generic[S]):
             return
         self._considered[id(form)] = form
         lead = self.lead
-        if lead is None and self._must_fit(form) and not self._may_fit(form):
+        if lead is None and self._must_fit(form) and not may_fit(form.candidates, self.forms.limits):
             self._unlikely.append(form)
         elif lead is not None and not self._is_worth_a_search(form, *lead):
             self._left_out.append(form)
@@ -386,10 +384,6 @@ class Comparison(Generic[S]):
         """Tells whether the bound of a form whose plan takes ``us`` rules out other forms: that of a large step does unless the
         plan takes that many ``times`` as long."""
         return self._goes_by_bounds(form) and us <= times * self._bound_us(form)
-
-    def _may_fit(self, form: S) -> bool:
-        """Tells whether some plan of a form may be within the device's bytes, by its linear program."""
-        return form.candidates.bound_us(self.forms.limits.device, None) < inf
 
     def _must_fit(self, form: S) -> bool:
         """Tells whether to search a form only if it has a plan within the limits: not where there is no other, or where some of

@@ -34,18 +34,22 @@ class QuickCandidates(Candidates):
     @exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
         """Does as ``Candidates.best``, but refuses a large step without a search, which takes long, where its linear program
-        shows that no plan fits. Then the plans that keep least say how many bytes are missing."""
+        shows that no plan fits, or the plans that keep least do not. These say how many bytes are missing."""
         if known is None and device is not None and self._is_hopeless(device):
             raise shortfall(self._keeping_least, "device")
         return super().best(device, host, known)
 
     def _is_hopeless(self, device: int) -> bool:
         """Tells so whatever was searched before: the same question has one answer."""
-        return self.problem.budgets.disk is None and not is_small(self) and self.bound_us(device, None) == inf
+        if self.problem.budgets.disk is not None or is_small(self):
+            return False
+        least_fits = self.floor <= device or self._keeping_least.plan.peak_bytes["device"] <= device
+        return not least_fits or self.bound_us(device, None) == inf
 
     @property
     def _keeping_least(self) -> Candidate:
-        """The leanest of the plans with which ladders begin. A search seldom finds one that needs less."""
+        """The leanest of the plans with which ladders begin. The search of a large step, which varies no plans, hardly ever
+        finds one that needs less."""
         first = [ladder[place] for ladder in self._by_density for place in range(min(_FIRST, len(ladder)))]
         return self._paced(min((self.evaluate(plan).plan for plan in first), key=lambda plan: plan.peak_bytes["device"]))
 

@@ -73,9 +73,10 @@ def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
 
 
 def logits_nbytes(joint: fx.GraphModule) -> int:
-    """Returns the bytes of the largest logits; 0 if there are none. Nothing but chunks of the loss head makes fewer at once."""
-    logits = largest_logits(joint)
-    return 0 if logits is None else storage_nbytes(logits)
+    """Returns the bytes that the device holds at once of the largest logits, or of what is made of them; 0 if there are none.
+    Nothing but chunks of the loss head makes them fewer. A backward makes of logarithms and a gradient another gradient."""
+    logits, trains = largest_logits(joint), any(n.target is aten._log_softmax_backward_data.default for n in joint.graph.nodes)
+    return 0 if logits is None else storage_nbytes(logits) * (3 if trains else 1)
 
 
 def largest_logits(joint: fx.GraphModule) -> torch.Tensor | None:

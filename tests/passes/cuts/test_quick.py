@@ -78,13 +78,18 @@ def test_a_large_step_without_a_plan_is_refused_without_a_search(step: str, monk
     assert again.value.minimum == refused.value.minimum and again.value.causes == refused.value.causes
 
 
-def test_a_large_step_is_searched_where_a_plan_may_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its linear program has one, though none is found."""
+def test_a_large_step_is_searched_only_where_what_keeps_least_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its linear program says."""
     monkeypatch.setattr(bounds, "SMALL", 0)
     candidates = candidates_of("skips", SLOW)
     monkeypatch.setattr(candidates, "bound_us", lambda *_: 1.0)
-    with pytest.raises(DoesNotFit):
+    with pytest.raises(DoesNotFit) as refused:
         candidates.best(1, None)
+    assert not candidates._points
+    with pytest.raises(DoesNotFit):
+        candidates.best(refused.value.minimum - 1, None)
+    assert not candidates._points
+    assert candidates.best(refused.value.minimum, None).plan.peak_bytes["device"] <= refused.value.minimum
     assert candidates._points
 
 
