@@ -268,8 +268,8 @@ class Comparison(Generic[S]):
         return logits_nbytes(self.forms.captured) // form.chunks <= max(device, min(needed, default=0))
 
     def plan_unlikely(self) -> None:
-        """Plans forms that cannot fit the device: those that need less of it by their linear programs come first, until one fits
-        or none can need less."""
+        """Plans forms that cannot fit the device: those that need less of it by their linear programs come first, until one
+        fits or none can need less."""
         could_help = not self.refused or self.refusal[1].tier == "device"
         for form in sorted(self._unlikely, key=lambda form: form.candidates.least_nbytes) if could_help else ():
             least = form.candidates.least_nbytes
