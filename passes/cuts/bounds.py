@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
+from torch import fx
+
+from mtcompile.passes.analysis.cost import node_cost
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.form import SMALL, Form
 from mtcompile.passes.cuts.fragments.cut import UNCUT
+from mtcompile.passes.joint.loss_head import logits_nbytes, made_again
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import is_hopeless
 from mtcompile.passes.planning.frontier import fits
@@ -15,6 +19,7 @@ from mtcompile.passes.planning.problem import DoesNotFit
 from mtcompile.passes.step_graph import kernel_of, regions
 
 PROMISE = 0.998  # of the best form's bound: others that promise less are not searched
+_MUCH_LESS = 0.98  # of a form's bound: if the same one with its loss head whole promises less, it is made, too
 _HARDLY_LESS = 0.98  # of the bytes that a coarser form needs: with more, fragments that could not fit anyway are not made finer
 
 
@@ -48,6 +53,17 @@ def needs_no_less(candidates: Candidates, form: Form, limits: Budgets, leanest: 
         return candidates.least_nbytes >= leanest
     could_fit = candidates.bound_us(limits.device, limits.host, inside=False) < inf
     return not could_fit and candidates.least_nbytes >= _HARDLY_LESS * leanest
+
+
+def whole_head_may_gain(candidates: Candidates, limits: Budgets, captured: fx.GraphModule, chunks: int) -> bool:
+    """Tells whether a form with its loss head in ``chunks`` could be much faster if the head was whole: no logits would be made
+    again then, but all would be on the device at once. Makes no other form to know that. ``captured``: before any rewrite."""
+    more = logits_nbytes(captured) * (chunks - 1) // chunks
+    if limits.device is not None and limits.device <= more:
+        return False
+    again_us = sum(node_cost(product).time_us(candidates.problem.machine) for product in made_again(captured))
+    whole_us = candidates.bound_us(None if limits.device is None else limits.device - more, limits.host) - again_us
+    return whole_us < _MUCH_LESS * candidates.bound_us(limits.device, limits.host)
 
 
 def least_us(candidates: Candidates) -> float:

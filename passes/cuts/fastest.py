@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import tee
 
-from mtcompile.passes.cuts.bounds import is_small, resident_is_fastest
+from mtcompile.passes.cuts.bounds import is_small, resident_is_fastest, whole_head_may_gain
 from mtcompile.passes.cuts.compare import Comparison
 from mtcompile.passes.cuts.form import Allowed, Form, chains_of_forms
-from mtcompile.passes.cuts.forms import Forms, S, rows_of
+from mtcompile.passes.cuts.forms import Forms, S, rows_of, taken_in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, possible_cuts
 from mtcompile.passes.planning.disk.more_homes import may_gain
 from mtcompile.passes.planning.disk.without import may_fit_without
@@ -54,7 +54,27 @@ def _compared(comparison: Comparison[S]) -> Comparison[S]:
     comparison.plan_waiting()
     if not comparison.fitting:
         comparison.plan_unlikely()
+    elif (whole := _with_whole_head(comparison)) is not None:
+        comparison.compare([(whole, ())])
+        comparison.plan_waiting()
     return comparison
+
+
+def _with_whole_head(comparison: Comparison[S]) -> S | None:
+    """Returns the best form with its loss head whole, if that could be much faster; forms begin in chunks where logits are
+    large."""
+    if (fastest := comparison.best) is None:
+        return None
+    (best, _), forms, allowed = fastest, comparison.forms, comparison.allowed
+    if (chunks := best.form.chunks) == 1 or allowed.chunks != "auto" or forms.limits.disk is not None:
+        return None
+    if not whole_head_may_gain(best.candidates, forms.limits, forms.captured, chunks):
+        return None
+    whole, taken = forms.cut(replace(best.form, chunks=1)), taken_in_rows(best)
+    if whole is None or not taken:
+        return whole
+    in_rows = (forms.in_rows(whole, embeddings) for embeddings in (allowed.embeddings, allowed.last_embeddings))
+    return next((form for form in in_rows if form is not None and taken_in_rows(form) == taken), None)
 
 
 def _finer_forms(comparison: Comparison[S], fragments: str | None, begins: int, compared: bool) -> Iterator[list[Form]]:

@@ -79,6 +79,11 @@ def logits_nbytes(joint: fx.GraphModule) -> int:
     return 0 if logits is None else storage_nbytes(logits) * (3 if trains else 1)
 
 
+def made_again(joint: fx.GraphModule) -> list[fx.Node]:
+    """Returns the products of a normalized joint graph that its backward makes again where loss heads are in chunks."""
+    return [head.product for head in _heads(joint.graph) if head.backward is not None and _is_wide(head)]
+
+
 def largest_logits(joint: fx.GraphModule) -> torch.Tensor | None:
     """Returns the largest logits, rows of classes; None if there are none."""
     logits = [_val(node) for node in joint.graph.nodes if node.target is aten._log_softmax.default]
