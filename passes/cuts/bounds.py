@@ -63,7 +63,7 @@ def whole_head_may_gain(candidates: Candidates, limits: Budgets, captured: fx.Gr
         return False
     again_us = sum(node_cost(product).time_us(candidates.problem.machine) for product in made_again(captured))
     whole_us = candidates.bound_us(None if limits.device is None else limits.device - more, limits.host) - again_us
-    return whole_us < _MUCH_LESS * candidates.bound_us(limits.device, limits.host)
+    return 0.0 < whole_us < _MUCH_LESS * candidates.bound_us(limits.device, limits.host)
 
 
 def least_us(candidates: Candidates) -> float:
