@@ -58,12 +58,12 @@ def needs_no_less(candidates: Candidates, form: Form, limits: Budgets, leanest: 
 def whole_head_may_gain(candidates: Candidates, limits: Budgets, captured: fx.GraphModule, chunks: int) -> bool:
     """Tells whether a form with its loss head in ``chunks`` could be much faster if the head was whole: no logits would be made
     again then, but all would be on the device at once. Makes no other form to know that. ``captured``: before any rewrite."""
-    more = logits_nbytes(captured) * (chunks - 1) // chunks
-    if limits.device is not None and limits.device <= more:
-        return False
+    bound_us, more = candidates.bound_us(limits.device, limits.host), logits_nbytes(captured) * (chunks - 1) // chunks
     again_us = sum(node_cost(product).time_us(candidates.problem.machine) for product in made_again(captured))
-    whole_us = candidates.bound_us(None if limits.device is None else limits.device - more, limits.host) - again_us
-    return 0.0 < whole_us < _MUCH_LESS * candidates.bound_us(limits.device, limits.host)
+    if again_us <= (1 - _MUCH_LESS) * bound_us or (limits.device is not None and limits.device <= more):
+        return False
+    less = candidates.bound_us(None if limits.device is None else limits.device - more, limits.host)
+    return 0.0 < less - again_us < _MUCH_LESS * bound_us
 
 
 def least_us(candidates: Candidates) -> float:
