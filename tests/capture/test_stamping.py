@@ -16,7 +16,7 @@ import mtcompile
 from mtcompile import torch_private
 from mtcompile.capture import joint as joint_module
 from mtcompile.capture import tracing
-from mtcompile.capture.stamping.blocks import FEWEST, TRACED
+from mtcompile.capture.stamping.blocks import FEWEST, TRACED, selection_of
 from mtcompile.capture.tracing import trace_joint
 from mtcompile.errors import CaptureError
 from mtcompile.models.decoders import SHAPES, Decoder, Shape, fake
@@ -128,6 +128,31 @@ class Alternating(Stack):
         return block(x) if number % 2 else block(x.tanh())
 
 
+class Masked(Stack):
+    """Most blocks read one mask, every sixth another; so do blocks that attend to a window."""
+
+    def __init__(self, trained: bool = False) -> None:
+        super().__init__(count=20)
+        self.masks = nn.Parameter(torch.randn(2, 5, WIDTH), requires_grad=trained)
+
+    def through(self, x: Tensor) -> Tensor:
+        masks = self.masks[0].sin(), self.masks[1].sin()
+        for number, block in enumerate(self.blocks):
+            x = block(x * masks[number % 6 == 5])
+        return x
+
+
+class MaskChanges(Stack):
+    """Blocks read one of two masks, one of which the first block has changed in place."""
+
+    def through(self, x: Tensor) -> Tensor:
+        one, other = torch.zeros(5, WIDTH), torch.ones(5, WIDTH)
+        one += x[0].detach()
+        for number, block in enumerate(self.blocks):
+            x = block(x * (one if number % 2 else other))
+        return x
+
+
 class EncoderDecoder(nn.Module):
     """All blocks of the decoder read what the encoder makes."""
 
@@ -230,6 +255,7 @@ STAMPED: dict[str, Callable[[], nn.Module]] = {
     "frozen": Frozen,
     "first tied": FirstTied,
     "alternating": lambda: Alternating(count=12),
+    "masked": Masked,
     "two stacks": EncoderDecoder,
     "buffers": lambda: Stack(Counting),
 }
@@ -237,6 +263,8 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "scaled by number": Scaled,
     "all read": AllRead,
     "middle tied": MiddleTied,
+    "masks with gradients": lambda: Masked(trained=True),
+    "a mask that changes": lambda: MaskChanges(count=10),
     "one block": OneBlock,
     "one differs": OneDiffers,
     "one frozen": OneFrozen,
@@ -312,6 +340,28 @@ def test_the_graph_is_that_of_all_blocks(case: str, inputs_traced: list[int]) ->
     whole, some = both_graphs_of({**STAMPED, **WHOLE}[case](), x=torch.randn(2, 5, WIDTH))
     assert some == whole
     assert (max(inputs_traced[1:]) < inputs_traced[0]) == (case in STAMPED)
+
+
+@pytest.mark.parametrize(
+    "kinds", ["aaaaaa", "abababab", "aaaaabaaaaabaaaaabaaaa", "abcabcabcabcabc", "aabbaabbaabbaab", "abbbbbbbba"]
+)
+def test_blocks_that_are_not_traced_have_templates_with_the_same_neighbours(kinds: str) -> None:
+    selection = selection_of(kinds)
+    assert selection is not None
+    traced = [block for block in range(len(kinds)) if not selection.removed(block)]
+    assert [selection.as_traced(block) for block in traced] == list(range(len(kinds) - selection.left_out))
+    assert [selection.in_whole(selection.as_traced(block)) for block in traced] == traced
+    for block in selection.inner:
+        template = selection.template(block)
+        assert template in selection.traced_inner and (selection.removed(block) or traced[template] == block)
+        around = [kinds[traced[place]] for place in range(template - 1, template + 2)]
+        assert around == list(kinds[block - 1 : block + 2])
+    last, before = selection.traced_inner[-1], selection.inner[-1]
+    assert kinds[traced[last] - 1 : traced[last] + 1] == kinds[before - 1 : before + 1]
+
+
+def test_blocks_of_which_none_is_like_another_are_all_traced() -> None:
+    assert selection_of("abcdefghij") is selection_of("aaaaa") is None
 
 
 @pytest.mark.slow

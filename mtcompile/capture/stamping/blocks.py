@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -35,37 +35,73 @@ def structure(node: fx.Node) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which of ``count`` equal blocks are traced: ``FIRST`` at the beginning and ``last`` at the end, numbered from 0 then. (In
-    the backward, which begins at the last block, the sums of gradients are different there.)"""
+    """Which of ``count`` equal blocks are traced: the ``first`` ones, ``later`` inner ones and the ``last``, numbered from 0
+    then. (In the backward, which begins at the last block, the sums of gradients are different there.) ``contexts``: equal for
+    blocks that, as their neighbours do, read the same of what all may read; none: all are equal."""
 
     count: int
     last: int = LAST
+    first: int = FIRST
+    later: int = 0
+    contexts: tuple[int, ...] = ()
+
+    @property
+    def traced_inner(self) -> range:
+        """The traced blocks that must be alike."""
+        return range(INNER.start, self.first + self.later)
 
     @property
     def inner(self) -> range:
-        """The blocks of the whole model that are like ``INNER``."""
+        """The blocks of the whole model that are like these."""
         return range(INNER.start, self.count - self.last)
 
     @property
     def left_out(self) -> int:
         """How many blocks are not traced."""
-        return self.count - FIRST - self.last
+        return self.count - self.first - self.later - self.last
 
     def removed(self, block: int) -> bool:
         """Tells whether a block is not traced."""
-        return FIRST <= block < self.count - self.last
+        return self.first <= block < self.first + self.left_out
 
     def as_traced(self, block: int) -> int:
         """Returns the number that a block which is traced has then."""
-        return block if block < FIRST else block - self.left_out
+        return block if block < self.first else block - self.left_out
 
     def in_whole(self, block: int) -> int:
         """Returns the number in the whole model of a traced block."""
-        return block if block < FIRST else block + self.left_out
+        return block if block < self.first else block + self.left_out
+
+    def context(self, traced: int) -> int:
+        """Returns what is equal for traced blocks that read the same of what all may read."""
+        return self.contexts[self.in_whole(traced)] if self.contexts else 0
 
     def template(self, block: int) -> int:
         """Returns the traced block that a block of the whole model is, or is a copy of."""
-        return INNER[-1] if self.removed(block) else self.as_traced(block)
+        if not self.removed(block):
+            return self.as_traced(block)
+        if not self.contexts:
+            return self.first - 1
+        return next(traced for traced in self.traced_inner if self.context(traced) == self.contexts[block])
+
+
+def selection_of(kinds: Sequence[Hashable]) -> Selection | None:
+    """Returns which blocks to trace of some that are equal but for what they read of what all may read, which is equal for
+    blocks of one of the ``kinds``. None if that leaves none out."""
+    count, inner = len(kinds), range(INNER.start, len(kinds) - LAST)
+    numbers: dict[Hashable, int] = {}
+    around = [tuple(kinds[max(0, block - 1) : block + 2]) for block in range(count)]
+    contexts = tuple(numbers.setdefault(each, len(numbers)) for each in around)
+    selections = []
+    for first in range(FIRST, inner.stop):
+        for resumes in range(inner.stop, first, -1):  # the block that follows those that are not traced
+            traced = {contexts[block] for block in inner if not first <= block < resumes}
+            seam = kinds[first - 1 : first + 1] == kinds[resumes - 1 : resumes + 1]
+            last_alike = resumes < inner.stop or contexts[first - 1] == contexts[inner[-1]]
+            if seam and last_alike and traced >= set(contexts[first:resumes]):
+                selections.append(Selection(count, LAST, first, inner.stop - resumes, contexts))
+                break
+    return max(selections, key=lambda each: (each.left_out, -each.first), default=None)
 
 
 @dataclass(frozen=True, slots=True)

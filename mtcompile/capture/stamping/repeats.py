@@ -13,7 +13,7 @@ from torch import fx
 
 from mtcompile.capture.description import Description
 from mtcompile.capture.outputs import changes_operand, storage_of
-from mtcompile.capture.stamping.blocks import FIRST, INNER, TRACED, Blocks, Place, Selection, references, structure
+from mtcompile.capture.stamping.blocks import TRACED, Blocks, Place, Selection, references, selection_of, structure
 from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import InputSpec
 from mtcompile.torch_private import pytree, storage_id
@@ -47,16 +47,16 @@ def shortened(description: Description, path_of: Callable[[fx.Node], str]) -> tu
     ``path_of``: gives the path of the module that a call is in.
 
     Blocks are equal if each call does the same to the same operands: those that all blocks read, those that the block before
-    made, and the inputs of the block itself; and if nothing but the next block reads what they make.
+    made, and the inputs of the block itself; and if nothing but the next block reads what they make. What takes no gradient, as
+    a mask, may be one of several that blocks read, as some attend to a window: one block of each kind is traced.
     """
     graph = description.graph.graph
     specs = dict(zip(graph.find_nodes(op="placeholder"), description.inputs, strict=True))
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for run in _runs(calls, description.graph):
-        inputs = _inputs_of_blocks(run, specs)
-        paths = None if inputs is None else _paths(run, description.graph, path_of)
-        if inputs and paths is not None:  # blocks without inputs of their own cannot be told apart in a joint graph
-            selection = Selection(run.count)
+        inputs, kinds = _inputs_of_blocks(run, specs) or (None, ())
+        paths = _paths(run, description.graph, path_of) if inputs else None  # without inputs, no joint graph tells blocks apart
+        if inputs and paths is not None and (selection := selection_of(kinds)) is not None:
             return _without(run, selection, inputs, description), _described(selection, inputs, specs, paths)
     return None
 
@@ -129,8 +129,11 @@ def _known(tensor: torch.Tensor) -> Any:
 # ---------------------------------------------------------------------------------------------------------- proving equality
 
 
-def _inputs_of_blocks(run: _Run, specs: Mapping[fx.Node, InputSpec]) -> dict[fx.Node, Place] | None:
-    """Returns the place of each input that belongs to one block; None where the blocks are not equal."""
+def _inputs_of_blocks(
+    run: _Run, specs: Mapping[fx.Node, InputSpec]
+) -> tuple[dict[fx.Node, Place], list[tuple[fx.Node, ...]]] | None:
+    """Returns the place of each input that belongs to one block, and of each block those operands that others have in its
+    place; None where the blocks are not equal."""
     places: dict[fx.Node, Place] = {
         node: (block, position) for position, column in run.columns() for block, node in enumerate(column)
     }
@@ -140,15 +143,30 @@ def _inputs_of_blocks(run: _Run, specs: Mapping[fx.Node, InputSpec]) -> dict[fx.
                 if len({_signature(node, specs) for node in operands}) > 1:
                     return None
                 places |= {node: (block, (position, which)) for block, node in enumerate(operands)}
+    differing = list[tuple[fx.Node, ...]]()
     for _, column in run.columns():  # when all places are known: an input may be read before the block that it belongs to
-        if not all(_repeats(operands, places) for operands in zip(*map(references, column), strict=True)):
+        others = [each for each in zip(*map(references, column), strict=True) if not _repeats(each, places)]
+        if not all(_differ_in_place(operands, places) for operands in others):
             return None
+        differing += others
     if _views_go_on(run) or _share_memory(places, specs):
         return None
     for node, (block, _) in places.items():
         if 0 < block < run.count - 1 and any(user not in places for user in node.users):
             return None
-    return {node: place for node, place in places.items() if node.op == "placeholder"}
+    kinds = list(zip(*differing, strict=True)) or [()] * run.count
+    return {node: place for node, place in places.items() if node.op == "placeholder"}, kinds
+
+
+def _differ_in_place(operands: Sequence[fx.Node], places: Mapping[fx.Node, Place]) -> bool:
+    """Tells whether the same operand of all blocks is one of several tensors that look alike, take no gradient and do not
+    change."""
+    examples = [node.meta.get("example_value") for node in operands]
+    values = [value for value in examples if isinstance(value, torch.Tensor)]
+    if any(node in places for node in operands) or len(values) < len(operands):
+        return False
+    steady = not any(value.requires_grad or value.is_inference() or value._version for value in values)
+    return steady and len(set(map(_shape, values))) == 1
 
 
 def _repeats(operands: Sequence[fx.Node], places: Mapping[fx.Node, Place]) -> bool:
@@ -216,7 +234,7 @@ def _without(run: _Run, selection: Selection, inputs: Mapping[fx.Node, Place], d
     """Returns a description without the blocks that are not traced: the next takes the place of the first of them."""
     gone = {node for block in range(run.count) if selection.removed(block) for node in run.block(block)}
     gone |= {node for node, (block, _) in inputs.items() if selection.removed(block)}
-    before, last_kept = selection.inner[-1], INNER[-1]
+    before, last_kept = selection.first + selection.left_out - 1, selection.first - 1
     input_at = {place: node for node, place in inputs.items()}
     instead = dict(zip(run.block(before), run.block(last_kept), strict=True))
     instead |= {input_at[before, key]: input_at[last_kept, key] for block, key in inputs.values() if block == before}
@@ -245,7 +263,9 @@ def _described(
         else:
             shared[traced] = spec.index
         traced += 1
-    begins_inside = {path: place for path, place in paths.items() if place[0] == FIRST}  # a module that ends in the next block
+    begins_inside = {
+        path: place for path, place in paths.items() if place[0] == selection.first
+    }  # a module that ends in the next block
     of_traced = begins_inside | {
         path: (selection.as_traced(block), key) for path, (block, key) in paths.items() if not selection.removed(block)
     }

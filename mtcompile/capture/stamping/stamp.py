@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from mtcompile.capture.stamping.blocks import FIRST, INNER, Blocks
+from mtcompile.capture.stamping.blocks import Blocks
 from mtcompile.capture.stamping.segments import Phase, Read, Segment, Segments, Unlike, segments_of
 from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import OutputSpec, inputs_of, new_node, outputs_of
@@ -130,20 +130,21 @@ class _Stamping:
 
     def _block_beside(self, block: int, side: Side) -> int:
         """Returns the number in the whole model of the block that a call outside the inner blocks has to do with."""
-        if block not in INNER:
+        inner = self.blocks.selection.traced_inner
+        if block not in inner:
             return self.blocks.selection.in_whole(block)
-        if block != (INNER[0] if side == "first" else INNER[-1]):
+        if block != (inner[0] if side == "first" else inner[-1]):
             raise Unlike(f"a call outside of the inner blocks that is about block {block}")
         return block if side == "first" else self.blocks.selection.inner[-1]
 
     def _write_blocks(self, inner: list[Segment]) -> None:
         """Writes all blocks but the first and the last, in the order of the traced ones."""
-        numbers = self.blocks.selection.inner
-        for block in numbers if inner[0].block == INNER[0] else reversed(numbers):
-            template = next(segment for segment in inner if segment.block == self.blocks.selection.template(block))
+        numbers, templates = self.blocks.selection.inner, {segment.block: segment for segment in inner}
+        for block in numbers if inner[0].block < inner[-1].block else reversed(numbers):
+            template = templates[self.blocks.selection.template(block)]
             for key in range(template.length):
                 node = self.segments.calls[template.start + key]
-                reads = iter(self.segments.reads[template.phase, key])
+                reads = iter(self.segments.reads[template.phase, template.block, key])
                 copy = _copy(self.graph, node, lambda _: self._read(next(reads), block))  # noqa: B023
                 self._place(copy, (template.phase, key), block - template.block)
                 self.written[template.phase, block, key] = copy
@@ -165,11 +166,10 @@ class _Stamping:
         """Returns the sequence number of a call outside the inner blocks, after those that are written between."""
         highest = self.segments.highest
         added = self.blocks.selection.left_out * self.segments.numbers
-        if side == "last":
-            return number + added if number > highest[-2] else number
-        if highest[-2] < number <= highest[-1]:
+        own = highest[-2] if side == "last" else highest[-1]
+        if highest[0] < number <= own:
             raise Unlike("a sequence number of another block")
-        return number + added if number > highest[-1] else number
+        return number + added if number > own else number
 
     def _write_results(self) -> tuple[OutputSpec, ...]:
         """Writes the results: new versions, outputs and gradients, each kind in the order of the inputs."""
@@ -196,9 +196,11 @@ class _Stamping:
                 yield replace(spec, index=index, name=inputs[index].name), self._beside(node, side)
                 continue
             traced, key = own[spec.index]
-            if traced not in INNER:
-                results = [(self.blocks.selection.in_whole(traced), self._beside(node, "first" if traced < FIRST else "last"))]
-            elif traced == INNER[-1]:
+            inner = self.blocks.selection.traced_inner
+            if traced not in inner:
+                side = "first" if traced < inner.start else "last"
+                results = [(self.blocks.selection.in_whole(traced), self._beside(node, side))]
+            elif traced == inner[-1]:
                 read = self.segments.results[spec.kind, key]
                 results = [(block, self._read(read, block)) for block in self.blocks.selection.inner]
             else:
