@@ -13,7 +13,7 @@ from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.climbs.climb import ways_of
 from mtcompile.passes.planning.climbs.limits import Limits
 from mtcompile.passes.planning.climbs.single import Climb
-from mtcompile.passes.planning.evaluate import exact, shortfall
+from mtcompile.passes.planning.evaluate import completed, exact, shortfall
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.seeds import Rounding, Rule, seed
@@ -24,6 +24,7 @@ _SHARES = (0.97, 0.9, 0.8, 0.6)  # of the device budget that linear programs get
 _TIGHT = (1.0, 0.985, 0.97, 0.9, 0.8)  # where the time of one form is compared with that of others
 _SLOWER = 1.03  # times the fastest plan that fits: once one takes longer, still fewer bytes are not tried
 _AHEAD = (1, 2)  # blocks ahead that their plans fetch
+_FAR = 1.1  # times the bound: a plan that takes longer is compared with those of short climbs
 _FIRST = 8  # plans of each ladder that are tried where none fits
 _CLIMBED = 180  # plans that a short climb evaluates at most
 
@@ -37,7 +38,21 @@ class QuickCandidates(Candidates):
         shows that no plan fits, or the plans that keep least do not. These say how many bytes are missing."""
         if known is None and device is not None and self._is_hopeless(device):
             raise shortfall(self._keeping_least, "device")
-        return super().best(device, host, known)
+        planned = super().best(device, host, known)
+        return planned if device is None or host is not None or known is not None else self._or_climbed(planned, device)
+
+    def _or_climbed(self, planned: Planned, device: int) -> Planned:
+        """Returns the plan of short climbs instead of one of a search that is slower: near the fewest bytes that work, a search
+        may find few plans to begin at. Only where a large step is far above its bound."""
+        problem, us, bound_us = self.problem, planned.plan.total_us, self.bound_us(device, None)
+        if problem.budgets.disk is not None or is_small(self) or not bound_us or us <= _FAR * bound_us:
+            return planned
+        if (plan := self._climbed_in(device)) is None or plan.total_us >= us:
+            return planned
+        candidate = self.evaluate(plan)
+        minimum = min(planned.plan.minimum_device_bytes, candidate.plan.peak_bytes["device"])
+        problem = replace(problem, budgets=replace(problem.budgets, device=device, host=None))
+        return completed(problem, candidate, minimum, self.certificate(device, None, candidate.plan.total_us))
 
     def _is_hopeless(self, device: int) -> bool:
         """Tells so whatever was searched before: the same question has one answer."""
@@ -76,12 +91,17 @@ class QuickCandidates(Candidates):
         """Returns the µs of the fastest plan within ``device`` bytes, whatever it needs of the host, of a few that linear
         programs give, improved by short climbs. What a search finds is mostly within 2 % of that, and within 10 % where the
         bound is far. Infinite if none fits."""
-        if device not in self._climbed_in:
-            self._climbed_in[device] = min((plan.total_us for plan in self._climbed_shortly(device)), default=inf)
-        return self._climbed_in[device]
+        return inf if (plan := self._climbed_in(device)) is None else plan.total_us
+
+    def _climbed_in(self, device: int) -> Plan | None:
+        """Returns the fastest plan that short climbs find."""
+        if device not in self._climbed_plans:
+            plans = self._climbed_shortly(device)
+            self._climbed_plans[device] = min(plans, key=lambda plan: plan.total_us, default=None)
+        return self._climbed_plans[device]
 
     @cached_property
-    def _climbed_in(self) -> dict[int, float]:
+    def _climbed_plans(self) -> dict[int, Plan | None]:
         return {}
 
     def _climbed_shortly(self, device: int) -> Iterator[Plan]:

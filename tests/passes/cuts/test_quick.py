@@ -8,8 +8,9 @@ import pytest
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts import bounds
+from mtcompile.passes.cuts import bounds, quick
 from mtcompile.passes.cuts.quick import QuickCandidates
+from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from tests.passes.planning.drawn_plans import BOUNDED, SLOW
 
@@ -91,6 +92,19 @@ def test_a_large_step_is_searched_only_where_what_keeps_least_fits(monkeypatch: 
     assert not candidates._points
     assert candidates.best(refused.value.minimum, None).plan.peak_bytes["device"] <= refused.value.minimum
     assert candidates._points
+
+
+def test_a_search_that_finds_a_slower_plan_than_short_climbs_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "SMALL", 0)
+    device = budgets_between(candidates_of("skips", SLOW))[1]
+    candidates = candidates_of("skips", SLOW)
+    monkeypatch.setattr(Candidates, "best", lambda self, device, host, known: self.planned(self._keeping_least.plan))
+    slow_us = candidates._keeping_least.plan.total_us
+    assert candidates.climbed_us(device) < slow_us
+    planned = candidates.best(device, None)
+    assert planned.plan.total_us == candidates.climbed_us(device) and planned.plan.peak_bytes["device"] <= device
+    monkeypatch.setattr(quick, "_FAR", 1e9)
+    assert candidates.best(device, None).plan.total_us == slow_us
 
 
 def test_a_known_plan_needs_no_linear_program(monkeypatch: pytest.MonkeyPatch) -> None:
