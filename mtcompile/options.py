@@ -129,8 +129,8 @@ class Options:
         if self.loss_chunks not in ("auto", form.chunks):
             raise CaptureError(
                 f"loss_chunks={self.loss_chunks}: expected a linear layer whose float32 logits go straight into a mean "
-                "cross-entropy, without class weights or label smoothing, and that nothing else reads (a model may return them "
-                "if no loss outside of it reads them); found none. Convert bf16 or fp16 logits with .float(), or leave "
+                "cross-entropy, without class weights or label smoothing; found none. Nothing else may read these logits: the "
+                "model may return them, but not for another loss. Convert bf16 or fp16 logits with .float(), or leave "
                 "loss_chunks out"
             )
         if self.tiles not in ("auto", 1) and form.tiles == 1:

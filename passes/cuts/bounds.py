@@ -11,7 +11,7 @@ from mtcompile.passes.analysis.cost import node_cost
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.form import SMALL, Form
 from mtcompile.passes.cuts.fragments.cut import UNCUT
-from mtcompile.passes.joint.loss_head import logits_nbytes, made_again
+from mtcompile.passes.joint.loss_head import head_nbytes, recomputed_products
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import is_hopeless
 from mtcompile.passes.planning.frontier import fits
@@ -19,8 +19,8 @@ from mtcompile.passes.planning.problem import DoesNotFit
 from mtcompile.passes.step_graph import kernel_of, regions
 
 PROMISE = 0.998  # of the best form's bound: others that promise less are not searched
-_MUCH_LESS = 0.98  # of a form's bound: if the same one with its loss head whole promises less, it is made, too
-_HARDLY_LESS = 0.98  # of the bytes that a coarser form needs: with more, fragments that could not fit anyway are not made finer
+_WORTH_A_WHOLE_HEAD = 0.98  # of a form's bound: if the same one with its loss head whole promises less, it is made, too
+_HARDLY_LESS = 0.98  # of a coarser form's bytes: fragments that do not fit and need more than this are not made finer
 
 
 def could_be_faster(candidates: Candidates, limits: Budgets, us: float) -> bool:
@@ -45,25 +45,26 @@ def may_fit(candidates: Candidates, limits: Budgets) -> bool:
     return candidates.bound_us(limits.device, None) < inf
 
 
-def needs_no_less(candidates: Candidates, form: Form, limits: Budgets, leanest: float) -> bool:
-    """Tells whether a form that cannot fit the device needs no less of it than the ``leanest`` coarser one, as finer ones then
-    will not either. One in fragments, of which finer ones may do with less, tells so only if none would fit even if what a
-    block's work needs while it runs took no memory."""
+def finer_is_hopeless(candidates: Candidates, form: Form, limits: Budgets, leanest_nbytes: float) -> bool:
+    """Tells whether finer forms are hopeless, too: this one does not fit the device, and needs at least as much of it as the
+    leanest coarser one. Finer fragments may still save memory while a block works, so this form in fragments must also not fit
+    if that took none."""
     if form.cut == UNCUT:
-        return candidates.least_nbytes >= leanest
+        return candidates.least_nbytes >= leanest_nbytes
     could_fit = candidates.bound_us(limits.device, limits.host, inside=False) < inf
-    return not could_fit and candidates.least_nbytes >= _HARDLY_LESS * leanest
+    return not could_fit and candidates.least_nbytes >= _HARDLY_LESS * leanest_nbytes
 
 
 def whole_head_may_gain(candidates: Candidates, limits: Budgets, captured: fx.GraphModule, chunks: int) -> bool:
-    """Tells whether a form with its loss head in ``chunks`` could be much faster if the head was whole: no logits would be made
-    again then, but all would be on the device at once. Makes no other form to know that. ``captured``: before any rewrite."""
-    bound_us, more = candidates.bound_us(limits.device, limits.host), logits_nbytes(captured) * (chunks - 1) // chunks
-    again_us = sum(node_cost(product).time_us(candidates.problem.machine) for product in made_again(captured))
-    if again_us <= (1 - _MUCH_LESS) * bound_us or (limits.device is not None and limits.device <= more):
+    """Tells whether a form with its loss head in ``chunks`` could be 2 % faster with a whole head: logits are then computed
+    once, but are on the device all at once. Estimates this without making that form. ``captured``: before any rewrite."""
+    device, bound_us = limits.device, candidates.bound_us(limits.device, limits.host)
+    more_nbytes = head_nbytes(captured) * (chunks - 1) // chunks
+    again_us = sum(node_cost(product).time_us(candidates.problem.machine) for product in recomputed_products(captured))
+    if again_us <= (1 - _WORTH_A_WHOLE_HEAD) * bound_us or (device is not None and device <= more_nbytes):
         return False
-    less = candidates.bound_us(None if limits.device is None else limits.device - more, limits.host)
-    return 0.0 < less - again_us < _MUCH_LESS * bound_us
+    whole_us = candidates.bound_us(None if device is None else device - more_nbytes, limits.host) - again_us
+    return 0.0 < whole_us < _WORTH_A_WHOLE_HEAD * bound_us
 
 
 def least_us(candidates: Candidates) -> float:

@@ -22,17 +22,17 @@ from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.cuts.bounds import (
     PROMISE,
     could_be_faster,
+    finer_is_hopeless,
     host_is_too_small,
     is_small,
     may_fit,
-    needs_no_less,
     promises_more,
     takes_at_least,
 )
 from mtcompile.passes.cuts.form import Allowed, Form
 from mtcompile.passes.cuts.forms import Forms, S, rows_of, taken_in_rows
 from mtcompile.passes.cuts.fragments.figures import streaming
-from mtcompile.passes.joint.loss_head import logits_nbytes
+from mtcompile.passes.joint.loss_head import head_nbytes
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
 
@@ -158,13 +158,13 @@ class Comparison(Generic[S]):
         for most in (1, None):  # the first chain of each kind: tiles and fragments take long to make
             for place, (form, chains) in enumerate(remaining):
                 is_behind = most is None and self._is_behind(form)
-                if is_behind or self._needs_no_less(form, [other for other, _ in remaining[:place]]):
+                if is_behind or self._finer_is_hopeless(form, [other for other, _ in remaining[:place]]):
                     continue
                 for number, chain in islice(chains, most):
                     if not (number and self._gains_little_from_finer()) and not self._compare_finer(chain):
                         return
 
-    def _needs_no_less(self, form: S, before: Sequence[S]) -> bool:
+    def _finer_is_hopeless(self, form: S, before: Sequence[S]) -> bool:
         """Tells whether no form fits the device so far and one needs about as much of it as another ``before`` it, or more."""
         if self.lead is not None or self._alone or any(error.tier != "device" for _, error in self.refused):
             return False
@@ -190,7 +190,7 @@ class Comparison(Generic[S]):
             if lead is None and self._host_is_too_small():
                 return False
             if lead is None and not self._alone and not may_fit(form.candidates, self.forms.limits):
-                if needs_no_less(form.candidates, form.form, self.forms.limits, leanest):
+                if finer_is_hopeless(form.candidates, form.form, self.forms.limits, leanest):
                     break
                 leanest = min(leanest, form.candidates.least_nbytes)
             self._consider(form, may_wait=True)
@@ -265,7 +265,7 @@ class Comparison(Generic[S]):
             return True
         needed = [error.minimum for _, error in self.refused if error.tier == "device"]
         needed += [form.candidates.floor for form in self._unlikely[:1]]
-        return logits_nbytes(self.forms.captured) // form.chunks <= max(device, min(needed, default=0))
+        return head_nbytes(self.forms.captured) // form.chunks <= max(device, min(needed, default=0))
 
     def plan_unlikely(self) -> None:
         """Plans forms that cannot fit the device: those that need less of it by their linear programs come first, until one

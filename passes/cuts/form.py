@@ -66,8 +66,8 @@ def first_chunks(joint: fx.GraphModule, device: int | None) -> int:
 
 
 def told_head(joint: fx.GraphModule, device: int | None) -> list[str]:
-    """Says, of a step that does not fit, what a loss head with large logits could do with less of: it stays whole for their
-    type, or they are returned."""
+    """Says why the loss head of a step that does not fit takes so much memory: the dtype of its logits rules out chunks, or the
+    model returns them."""
     told, narrow, returned = [], _if_large(narrow_logits(joint), device), _if_large(returned_logits(joint), device)
     if narrow is not None:
         dtype = str(narrow.dtype).removeprefix("torch.")
@@ -77,15 +77,14 @@ def told_head(joint: fx.GraphModule, device: int | None) -> list[str]:
         )
     if returned is not None:
         told.append(
-            f"the model returns its logits ({gib(storage_nbytes(returned))}), which stay on the device during the backward. "
-            "If it returned only the loss, they would never be there whole"
+            f"the model returns its logits ({gib(storage_nbytes(returned))}), which stay on the device during the backward: "
+            "return only the loss to avoid this"
         )
     return told
 
 
 def _if_large(logits: torch.Tensor | None, device: int | None) -> torch.Tensor | None:
-    is_small = logits is None or device is None or storage_nbytes(logits) < device * _LARGE_HEAD
-    return None if is_small else logits
+    return None if logits is None or device is None or storage_nbytes(logits) < device * _LARGE_HEAD else logits
 
 
 @dataclass(frozen=True, slots=True)

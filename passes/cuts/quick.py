@@ -35,15 +35,15 @@ class QuickCandidates(Candidates):
     @exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
         """Does as ``Candidates.best``, but refuses a large step without a search, which takes long, where its linear program
-        shows that no plan fits, or the plans that keep least do not. These say how many bytes are missing."""
+        shows that no plan fits, or its leanest plans do not. Those say how many bytes are missing."""
         if known is None and device is not None and self._is_hopeless(device):
             raise shortfall(self._keeping_least, "device")
         planned = super().best(device, host, known)
         return planned if device is None or host is not None or known is not None else self._or_climbed(planned, device)
 
     def _or_climbed(self, planned: Planned, device: int) -> Planned:
-        """Returns the plan of short climbs instead of one of a search that is slower: near the fewest bytes that work, a search
-        may find few plans to begin at. Only where a large step is far above its bound."""
+        """Returns the faster of the ``planned`` step and the plan of short climbs. Tries climbs only if a large step is far
+        above its bound: near the fewest bytes that work, a search has few plans to start from."""
         problem, us, bound_us = self.problem, planned.plan.total_us, self.bound_us(device, None)
         if problem.budgets.disk is not None or is_small(self) or not bound_us or us <= _FAR * bound_us:
             return planned
@@ -63,8 +63,8 @@ class QuickCandidates(Candidates):
 
     @property
     def _keeping_least(self) -> Candidate:
-        """The leanest of the plans with which ladders begin. The search of a large step, which varies no plans, hardly ever
-        finds one that needs less."""
+        """The leanest of the plans with which ladders begin. A search of a large step, which does not vary plans, rarely finds
+        a leaner one."""
         first = [ladder[place] for ladder in self._by_density for place in range(min(_FIRST, len(ladder)))]
         return self._paced(min((self.evaluate(plan).plan for plan in first), key=lambda plan: plan.peak_bytes["device"]))
 

@@ -1,8 +1,8 @@
-"""Puts the loss head in chunks of tokens: a linear layer and its cross-entropy, so that whole-batch logits never exist.
+"""Puts the loss head, a linear layer and its cross-entropy, in chunks of tokens, to avoid whole-batch logits.
 
-Each chunk's logits are made, reduced to a sum of losses and dropped; the backward makes them again, chunk by chunk. Where the
-model returns them, as those of Transformers do, the forward makes them in one piece, of which each chunk reads its rows. All
-of it is plain ATen in the joint graph, so everything after plans, proves and runs it like any other operations.
+Each chunk's logits are made, reduced to a sum of losses and dropped; the backward makes them again, chunk by chunk. If the
+model returns its logits, as Transformers models do, the forward makes them whole, and each chunk reads its rows of them. All of
+it is plain ATen in the joint graph, so everything after plans, proves and runs it like any other operations.
 
 The row-wise operations see the same rows; what differs from the whole is the order of summation over chunks, in the
 loss, the weight's and the bias's gradient (and what a matrix product of fewer rows rounds otherwise).
@@ -49,7 +49,7 @@ class _Head:
     product: fx.Node  # mm(x, w) or addmm(bias, x, w)
     casts: tuple[fx.Node, ...]
     returned: fx.Node | None  # product(x) after some of the casts, if the model returns it
-    remaining: tuple[fx.Node, ...]  # the casts after those
+    casts_after_returned: tuple[fx.Node, ...]
     softmax: fx.Node
     loss: fx.Node  # nll_loss_forward
     backward: _Backward | None
@@ -72,14 +72,14 @@ def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
     return len(heads)
 
 
-def logits_nbytes(joint: fx.GraphModule) -> int:
-    """Returns the bytes that the device holds at once of the largest logits, or of what is made of them; 0 if there are none.
-    Nothing but chunks of the loss head makes them fewer. A backward makes of logarithms and a gradient another gradient."""
+def head_nbytes(joint: fx.GraphModule) -> int:
+    """Returns the most bytes that a whole loss head holds at once; 0 if there is none. A backward holds three tensors of the
+    size of the logits: log-probabilities, their gradient and that of the logits. Only chunks make these smaller."""
     logits, trains = largest_logits(joint), any(n.target is aten._log_softmax_backward_data.default for n in joint.graph.nodes)
     return 0 if logits is None else storage_nbytes(logits) * (3 if trains else 1)
 
 
-def made_again(joint: fx.GraphModule) -> list[fx.Node]:
+def recomputed_products(joint: fx.GraphModule) -> list[fx.Node]:
     """Returns the products of a normalized joint graph that its backward makes again where loss heads are in chunks."""
     return [head.product for head in _heads(joint.graph) if head.backward is not None and _is_wide(head)]
 
@@ -98,8 +98,8 @@ def narrow_logits(joint: fx.GraphModule) -> torch.Tensor | None:
 
 
 def returned_logits(joint: fx.GraphModule) -> torch.Tensor | None:
-    """Returns the largest logits that a normalized joint graph returns beside their loss, and that could be in chunks if it did
-    not; None if there are none."""
+    """Returns the largest logits that a normalized joint graph returns along with the loss and that could otherwise be in
+    chunks; None if there are none."""
     logits = [_val(head.returned) for head in _heads(joint.graph) if head.returned is not None and _is_wide(head)]
     return max(logits, key=storage_nbytes, default=None)
 
@@ -155,7 +155,7 @@ def _up(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None, tu
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a value in the step, beside the caller that it may be returned to."""
+    """The users of a value, except the graph's output."""
     return [user for user in node.users if user.op != "output"]
 
 
@@ -282,13 +282,13 @@ def adder(graph: fx.Graph, like: fx.Node) -> Add:
 
 
 def _logarithms(add: Add, head: _Head, whole: fx.Node | None, start: int, end: int) -> fx.Node:
-    """The chunk's log-softmax, from its rows of the ``whole`` logits or, without these, of x."""
+    """The chunk's log-softmax, from its rows of the ``whole`` logits, or of x if these are None."""
     if whole is None:
         operands = (*head.product.args[:-2], _rows(add, head.x, start, end), head.product.args[-1])
         logits = add(head.product.target, *operands, val=_alike(head.product, end - start))
     else:
         logits = _rows(add, add(aten.view.default, whole, list(_val(head.softmax).shape)), start, end)
-    for cast in head.casts if whole is None else head.remaining:
+    for cast in head.casts if whole is None else head.casts_after_returned:
         logits = add(cast.target, logits, val=_alike(cast, end - start), **cast.kwargs)
     return add(head.softmax.target, logits, *head.softmax.args[1:], val=_alike(head.softmax, end - start))
 

@@ -36,8 +36,8 @@ def structure(node: fx.Node) -> str:
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Which of ``count`` equal blocks are traced: the ``first`` ones, ``later`` inner ones and the ``last``, numbered from 0
-    then. (In the backward, which begins at the last block, the sums of gradients are different there.) ``contexts``: equal for
-    blocks that, as their neighbours do, read the same of what all may read; none: all are equal."""
+    then. (In the backward, which begins at the last block, the sums of gradients are different there.) ``contexts``: a number
+    per block. Blocks with the same number read the same shared tensors, and so do their neighbours. Empty: all blocks do."""
 
     count: int
     last: int = LAST
@@ -47,12 +47,12 @@ class Selection:
 
     @property
     def traced_inner(self) -> range:
-        """The traced blocks that must be alike."""
+        """The inner blocks that are traced: the templates, by their numbers there."""
         return range(INNER.start, self.first + self.later)
 
     @property
     def inner(self) -> range:
-        """The blocks of the whole model that are like these."""
+        """The inner blocks of the whole model: each is a template or a copy of one."""
         return range(INNER.start, self.count - self.last)
 
     @property
@@ -73,7 +73,7 @@ class Selection:
         return block if block < self.first else block + self.left_out
 
     def context(self, traced: int) -> int:
-        """Returns what is equal for traced blocks that read the same of what all may read."""
+        """Returns the context of a traced block."""
         return self.contexts[self.in_whole(traced)] if self.contexts else 0
 
     def template(self, block: int) -> int:
@@ -86,22 +86,28 @@ class Selection:
 
 
 def selection_of(kinds: Sequence[Hashable]) -> Selection | None:
-    """Returns which blocks to trace of some that are equal but for what they read of what all may read, which is equal for
-    blocks of one of the ``kinds``. None if that leaves none out."""
+    """Chooses the blocks to trace. Blocks are equal except for the shared tensors they read: ``kinds`` says which those are,
+    per block. Returns None if every block must be traced."""
     count, inner = len(kinds), range(INNER.start, len(kinds) - LAST)
     numbers: dict[Hashable, int] = {}
     around = [tuple(kinds[max(0, block - 1) : block + 2]) for block in range(count)]
     contexts = tuple(numbers.setdefault(each, len(numbers)) for each in around)
-    selections = []
+
+    def may_go(first: int, resumes: int) -> bool:
+        """Tells whether the blocks from ``first`` on may be copies of others, and ``resumes`` follow the block before these."""
+        if kinds[first - 1 : first + 1] != kinds[resumes - 1 : resumes + 1]:
+            return False
+        if resumes == inner.stop and contexts[first - 1] != contexts[inner[-1]]:
+            return False
+        return set(contexts[first:resumes]) <= {*contexts[inner.start : first], *contexts[resumes : inner.stop]}
+
+    best: Selection | None = None
     for first in range(FIRST, inner.stop):
-        for resumes in range(inner.stop, first, -1):  # the block that follows those that are not traced
-            traced = {contexts[block] for block in inner if not first <= block < resumes}
-            seam = kinds[first - 1 : first + 1] == kinds[resumes - 1 : resumes + 1]
-            last_alike = resumes < inner.stop or contexts[first - 1] == contexts[inner[-1]]
-            if seam and last_alike and traced >= set(contexts[first:resumes]):
-                selections.append(Selection(count, LAST, first, inner.stop - resumes, contexts))
+        for resumes in range(inner.stop, first + (best.left_out if best else 0), -1):
+            if may_go(first, resumes):
+                best = Selection(count, LAST, first, inner.stop - resumes, contexts)
                 break
-    return max(selections, key=lambda each: (each.left_out, -each.first), default=None)
+    return best
 
 
 @dataclass(frozen=True, slots=True)

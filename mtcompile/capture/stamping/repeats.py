@@ -47,8 +47,8 @@ def shortened(description: Description, path_of: Callable[[fx.Node], str]) -> tu
     ``path_of``: gives the path of the module that a call is in.
 
     Blocks are equal if each call does the same to the same operands: those that all blocks read, those that the block before
-    made, and the inputs of the block itself; and if nothing but the next block reads what they make. What takes no gradient, as
-    a mask, may be one of several that blocks read, as some attend to a window: one block of each kind is traced.
+    made, and the inputs of the block itself; and if nothing but the next block reads what they make. Blocks may read different
+    shared tensors without gradients, such as a full and a sliding-window mask: then one block of each kind is traced.
     """
     graph = description.graph.graph
     specs = dict(zip(graph.find_nodes(op="placeholder"), description.inputs, strict=True))
@@ -132,8 +132,8 @@ def _known(tensor: torch.Tensor) -> Any:
 def _inputs_of_blocks(
     run: _Run, specs: Mapping[fx.Node, InputSpec]
 ) -> tuple[dict[fx.Node, Place], list[tuple[fx.Node, ...]]] | None:
-    """Returns the place of each input that belongs to one block, and of each block those operands that others have in its
-    place; None where the blocks are not equal."""
+    """Returns the place of each input that belongs to one block, and for each block its operands that differ between blocks.
+    Returns None where the blocks are not equal."""
     places: dict[fx.Node, Place] = {
         node: (block, position) for position, column in run.columns() for block, node in enumerate(column)
     }

@@ -99,7 +99,7 @@ def segments_of(joint: fx.GraphModule, blocks: Blocks) -> Segments:
             both = [_read(*pair, template.block, segment.block, spots, blocks) for pair in pairs]
             for block, read in ((template.block, [read for read, _ in both]), (segment.block, [read for _, read in both])):
                 if reads.setdefault((segment.phase, block, key), read) != read:
-                    raise Unlike(f"{one.name} and {other.name}, which read otherwise")
+                    raise Unlike(f"{one.name} and {other.name}: operands change from block to block")
             grown = (_number(other) - _number(one)) / (segment.block - template.block)
             if grown != differences.setdefault((segment.phase, key), int(grown)):
                 raise Unlike(f"the sequence numbers of {one.name} and {other.name}")
@@ -215,8 +215,8 @@ def _number(node: fx.Node) -> int:
 def _read(
     one: fx.Node, other: fx.Node, block: int, later: int, spots: Mapping[fx.Node, Spot], blocks: Blocks
 ) -> tuple[Read, Read]:
-    """Returns what a call of an inner ``block`` and that of a ``later`` one read, which is ``one`` and ``other``. Raises
-    Unlike."""
+    """Returns the reads of the same operand in two inner blocks: ``one`` in ``block``, ``other`` in the ``later`` block. Raises
+    Unlike if they do not match."""
     selection = blocks.selection
     if one in spots and other in spots and one is not other:
         here, there = spots[one], spots[other]
@@ -227,7 +227,7 @@ def _read(
         return Read(one), Read(one)
     elif one not in spots and other not in spots and selection.context(block) != selection.context(later):
         return Read(one), Read(other)
-    raise Unlike(f"{one.name} and {other.name}, which are read alike")
+    raise Unlike(f"{one.name} and {other.name}: operands of equal calls do not match")
 
 
 def _results(

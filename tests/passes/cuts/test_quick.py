@@ -79,8 +79,8 @@ def test_a_large_step_without_a_plan_is_refused_without_a_search(step: str, monk
     assert again.value.minimum == refused.value.minimum and again.value.causes == refused.value.causes
 
 
-def test_a_large_step_is_searched_only_where_what_keeps_least_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its linear program says."""
+def test_a_large_step_is_searched_only_if_its_leanest_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the linear program says that a plan fits."""
     monkeypatch.setattr(bounds, "SMALL", 0)
     candidates = candidates_of("skips", SLOW)
     monkeypatch.setattr(candidates, "bound_us", lambda *_: 1.0)
@@ -94,7 +94,7 @@ def test_a_large_step_is_searched_only_where_what_keeps_least_fits(monkeypatch: 
     assert candidates._points
 
 
-def test_a_search_that_finds_a_slower_plan_than_short_climbs_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_of_short_climbs_replaces_a_slower_one_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "SMALL", 0)
     device = budgets_between(candidates_of("skips", SLOW))[1]
     candidates = candidates_of("skips", SLOW)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow  # it compiles many models
 
 
 class Head(nn.Module):
-    """A large vocabulary. ``bias``, ``dtype`` of the product; ``logits``: what of them the caller gets too."""
+    """A large vocabulary. ``bias``, ``dtype`` of the product; ``logits``: which are returned with the loss."""
 
     def __init__(
         self, vocabulary: int = 60, bias: bool = True, dtype: torch.dtype = torch.float32, logits: str = "none"
@@ -105,7 +105,7 @@ def test_logits_that_are_returned_are_made_once(logits: str, dtype: torch.dtype)
     assert [n.meta["val"].shape[0] for n in made][:5] == [30, 8, 8, 8, 6]  # whole in the forward, in chunks in the backward
 
 
-def test_who_changes_returned_logits_does_not_change_gradients() -> None:
+def test_changing_returned_logits_does_not_change_gradients() -> None:
     model, inputs = Head(logits="as made"), data()
     program = mtcompile.compile(copy.deepcopy(model), memory="64MiB", loss_chunks=4)
     for each, change in ((model, False), (program, True)):
@@ -118,8 +118,8 @@ def test_who_changes_returned_logits_does_not_change_gradients() -> None:
         assert torch.allclose(one.grad, other.grad, 1e-5, 1e-7)
 
 
-def test_a_loss_of_returned_logits_reaches_all_weights() -> None:
-    """Gradients also arrive for the logits, so they are made whole."""
+def test_another_loss_on_returned_logits_keeps_the_head_whole() -> None:
+    """The logits then have a gradient of their own."""
     model, inputs = Head(logits="as made"), data()
     program = mtcompile.compile(copy.deepcopy(model), memory="64MiB", loss_chunks="auto")
     for each in (model, program):
@@ -129,7 +129,7 @@ def test_a_loss_of_returned_logits_reaches_all_weights() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
-def test_the_device_needs_as_much_less_as_returned_logits_do_in_chunks() -> None:
+def test_chunks_reduce_memory_if_logits_are_returned() -> None:
     inputs = data(8192, 171)  # 16 MiB of logits
     needs = {}
     for chunks in (1, "auto"):
@@ -242,6 +242,6 @@ def test_auto_takes_as_few_chunks_as_the_budget_allows() -> None:
         found = re.search(r"in (\d+) chunks", compiled.plan.numerics)
         chosen.append(int(found[1]) if found else 1)
     assert chosen[0] == 1 < chosen[1] <= chosen[2]
-    reading = mtcompile.compile(Head(logits="as made"), memory="64MiB", loss_chunks="auto")
-    loss, logits = reading(**data())
+    returning = mtcompile.compile(Head(logits="as made"), memory="64MiB", loss_chunks="auto")
+    loss, logits = returning(**data())
     assert logits.shape == (3, 10, 60) and loss.isfinite()
