@@ -264,7 +264,8 @@ def compile(
     kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"inductor"``: compiled by Inductor, within
                rounding of plain PyTorch; budgets at which the same parts are recomputed give the same bits
     loss_chunks  computes a linear layer and its mean cross-entropy in that many chunks of tokens, so that whole-batch logits
-               never exist; sums over tokens change. ``"auto"``: whatever is fastest. CaptureError where there is no such head
+               never exist unless the model returns them; sums over tokens change. ``"auto"``: whatever is fastest.
+               CaptureError where there is no such head
     tiles      runs the parts of blocks that work token by token (projections, norms, MLP) in at most that many tiles, whose
                temporaries the backward makes again; weight gradients are sums over tiles. Else as above
     device     where to compute: ``"cuda"``, ``"cuda:1"``, or ``"cpu"``, which emulates a device in host memory; default:

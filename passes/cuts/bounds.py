@@ -59,9 +59,11 @@ def whole_head_may_gain(candidates: Candidates, limits: Budgets, captured: fx.Gr
     """Tells whether a form with its loss head in ``chunks`` could be 2 % faster with a whole head: logits are then computed
     once, but are on the device all at once. Estimates this without making that form. ``captured``: before any rewrite."""
     device, bound_us = limits.device, candidates.bound_us(limits.device, limits.host)
-    more_nbytes = head_nbytes(captured) * (chunks - 1) // chunks
     again_us = sum(node_cost(product).time_us(candidates.problem.machine) for product in recomputed_products(captured))
-    if again_us <= (1 - _WORTH_A_WHOLE_HEAD) * bound_us or (device is not None and device <= more_nbytes):
+    if again_us <= (1 - _WORTH_A_WHOLE_HEAD) * bound_us:
+        return False
+    more_nbytes = head_nbytes(captured) * (chunks - 1) // chunks
+    if device is not None and device <= more_nbytes:
         return False
     whole_us = candidates.bound_us(None if device is None else device - more_nbytes, limits.host) - again_us
     return 0.0 < whole_us < _WORTH_A_WHOLE_HEAD * bound_us

@@ -44,8 +44,8 @@ class QuickCandidates(Candidates):
     def _or_climbed(self, planned: Planned, device: int) -> Planned:
         """Returns the faster of the ``planned`` step and the plan of short climbs. Tries climbs only if a large step is far
         above its bound: near the fewest bytes that work, a search has few plans to start from."""
-        problem, us, bound_us = self.problem, planned.plan.total_us, self.bound_us(device, None)
-        if problem.budgets.disk is not None or is_small(self) or not bound_us or us <= _FAR * bound_us:
+        problem, us = self.problem, planned.plan.total_us
+        if not self._takes_long or not (bound_us := self.bound_us(device, None)) or us <= _FAR * bound_us:
             return planned
         if (plan := self._climbed_in(device)) is None or plan.total_us >= us:
             return planned
@@ -56,10 +56,15 @@ class QuickCandidates(Candidates):
 
     def _is_hopeless(self, device: int) -> bool:
         """Tells so whatever was searched before: the same question has one answer."""
-        if self.problem.budgets.disk is not None or is_small(self):
+        if not self._takes_long:
             return False
         least_fits = self.floor <= device or self._keeping_least.plan.peak_bytes["device"] <= device
         return not least_fits or self.bound_us(device, None) == inf
+
+    @property
+    def _takes_long(self) -> bool:
+        """True for a large step without a disk: linear programs and short climbs tell what its search would find."""
+        return self.problem.budgets.disk is None and not is_small(self)
 
     @property
     def _keeping_least(self) -> Candidate:

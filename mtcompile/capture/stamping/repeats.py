@@ -263,10 +263,9 @@ def _described(
         else:
             shared[traced] = spec.index
         traced += 1
-    begins_inside = {
-        path: place for path, place in paths.items() if place[0] == selection.first
-    }  # a module that ends in the next block
-    of_traced = begins_inside | {
+    # The last traced block before those left out may end in the module of the first of these.
+    begins_before = {path: place for path, place in paths.items() if place[0] == selection.first}
+    of_traced = begins_before | {
         path: (selection.as_traced(block), key) for path, (block, key) in paths.items() if not selection.removed(block)
     }
     paths_at = {place: path for path, place in paths.items()}

@@ -67,12 +67,6 @@ class Segments:
     numbered: frozenset[tuple[Phase, Hashable]]
     highest: Sequence[int]
 
-    def inner_spot(self, node: fx.Node) -> Spot | None:
-        """Returns where a call is, if it is in an inner block."""
-        spot = self.spots.get(node)
-        inner = range(self.inner[0].block, self.inner[0].block + len(self.highest))
-        return spot if spot is not None and spot.phase != "input" and spot.block in inner else None
-
 
 class Unlike(Exception):
     """Raised where traced blocks are not alike; says in what."""

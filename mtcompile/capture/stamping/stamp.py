@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import fx
 
 from mtcompile.capture.stamping.blocks import Blocks
-from mtcompile.capture.stamping.segments import Phase, Read, Segment, Segments, Unlike, segments_of
+from mtcompile.capture.stamping.segments import Phase, Read, Segment, Segments, Spot, Unlike, segments_of
 from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import OutputSpec, inputs_of, new_node, outputs_of
 
@@ -125,8 +125,14 @@ class _Stamping:
 
     def _beside(self, node: fx.Node, side: Side) -> fx.Node:
         """Returns what a call outside the inner blocks reads, if it read ``node`` where only some of them are."""
-        spot = self.segments.inner_spot(node)
+        spot = self._inner_spot(node)
         return self.copies[node] if spot is None else self.written[spot.phase, self._block_beside(spot.block, side), spot.key]
+
+    def _inner_spot(self, node: fx.Node) -> Spot | None:
+        """Returns where a traced call is, if it is in an inner block."""
+        spot = self.segments.spots.get(node)
+        is_inner = spot is not None and spot.phase != "input" and spot.block in self.blocks.selection.traced_inner
+        return spot if is_inner else None
 
     def _block_beside(self, block: int, side: Side) -> int:
         """Returns the number in the whole model of the block that a call outside the inner blocks has to do with."""
@@ -190,7 +196,7 @@ class _Stamping:
                 yield spec, self._beside(node, "last")
                 continue
             if spec.index not in own:
-                spot = self.segments.inner_spot(node)
+                spot = self._inner_spot(node)
                 side: Side = "first" if spot is not None and spot.phase == "backward" else "last"
                 index = self.blocks.shared[spec.index]
                 yield replace(spec, index=index, name=inputs[index].name), self._beside(node, side)

@@ -101,8 +101,8 @@ def test_logits_that_are_returned_are_made_once(logits: str, dtype: torch.dtype)
         assert torch.allclose(one.float(), other.float(), rtol=10 * atol, atol=atol)
     rows = [n.meta["val"].shape[0] for n in chunked.joint.graph.nodes if "log_softmax" in str(n.target)]
     assert max(rows) == 8 and sum(rows) == 3 * 30  # in the forward, in the backward, and in what that makes of gradients
-    made = [n for n in chunked.joint.graph.nodes if str(n.target) == "aten.mm.default" and n.meta["val"].shape[1] == 60]
-    assert [n.meta["val"].shape[0] for n in made][:5] == [30, 8, 8, 8, 6]  # whole in the forward, in chunks in the backward
+    products = [n for n in chunked.joint.graph.nodes if str(n.target) == "aten.mm.default" and n.meta["val"].shape[1] == 60]
+    assert [n.meta["val"].shape[0] for n in products][:5] == [30, 8, 8, 8, 6]  # whole in the forward, in chunks in the backward
 
 
 def test_changing_returned_logits_does_not_change_gradients() -> None:
