@@ -290,7 +290,7 @@ class Candidates:
             return fit
 
         plan = candidate.plan if climbs is None else climbs.best(budgets.device, candidate.plan, fitting, budgets.host)
-        for within in frontiers(self._points):
+        for within in frontiers(self._points) if climbs is None or not climbs.serve_alone(budgets.host) else ():
             between = choose(points, within, lambda plan: self._paced(plan).plan, budgets, plan.total_us)
             plan = min((plan, self._again(between).plan), key=lambda one: one.total_us)
         if climbs is not None and budgets.host is not None:  # none is faster than what needs more of the host: that may fit

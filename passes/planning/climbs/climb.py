@@ -30,6 +30,7 @@ _NEAR_BOUND = 1.02  # times the bound: kicks gain little below
 _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
 _SEEDED = 1.012  # times the bound: climbs begin at seeds, too, above
+_NEAR_FASTEST = 1.02  # times the fastest seed: from slower ones, climbs to limits that others follow lead to no faster plan
 _SHORT, _PROMISING = 0.5, 1.6  # of a climb from a seed: it ends there if it is so much farther above the bound than the other
 _FAR_SEEDED = 1.03  # times the bound: not where the other one is above
 _LEADS_ON = 1.02  # times the fastest plan: a slower one does not lead farther
@@ -133,6 +134,11 @@ class Climbs:
             if not little:
                 taken = min((taken, *fitting(ended)), key=_us)
         return taken
+
+    def serve_alone(self, host: int | None) -> bool:
+        """Tells whether plans between the frontier's are not worth a look: climbs of large steps, without a limit on the
+        ``host``, seldom end above these, and then by little."""
+        return self._others_follow and host is None
 
     def _lead_no_farther(self, lower_us: Sequence[float], us: float, highest_us: float) -> bool:
         """Tells whether still lower limits are left out: a plan of some ``us`` is far above the bound of the highest limit,
@@ -291,6 +297,8 @@ class Climbs:
             return []
         plans = self.seeds.plans(best.limits._asdict(), self.evaluate)
         within = sorted((plan for plan in plans if not best.limits.missing(plan)), key=lambda plan: -plan.total_us)
+        if self._others_follow and not self.ways.differ:
+            within = [plan for plan in within if plan.total_us <= _NEAR_FASTEST * within[-1].total_us]
         fastest = {plan.lookahead: plan for plan in within}.values()
         climbs = [Climb(best.limits, self.ways, self.evaluate, plan) for plan in fastest]
         for most in (_SHORT, 1 - _SHORT):
@@ -307,6 +315,8 @@ class Climbs:
 
     def _kicked(self, best: Climb) -> Climb:
         """Climbs on from where a climb ended, after each kick, and once more from the best of these if that helped."""
+        if self._others_follow and not self.ways.differ:  # seeds lead as far
+            return best
         for _ in range(_KICKED if best.best.total_us > _NEAR_BOUND * self.bound(*best.limits) else 0):
             ended = best.best
             for plan in self.ways.kicks(ended) if self.ways.kicks is not None else ():

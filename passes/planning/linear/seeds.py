@@ -142,10 +142,11 @@ class Within(NamedTuple):
 
     def plans(self, limits: Mapping[str, int | None], evaluate: Callable[[Plan], Plan]) -> Iterator[Plan]:
         """Yields plans with their figures that are near ``limits``, a few for each number of blocks that fetches are ahead: as
-        long as one is above a limit, the next is made for as many bytes less. ``evaluate``: gives a plan its figures."""
-        first: Relaxed | None = None
+        long as one is above a limit, the next is made for as many bytes less, and so is, without a limit on the host, the first
+        one for each later number. ``evaluate``: gives a plan its figures."""
+        first, aim = None, dict(limits)
         for ahead in _AHEAD:
-            within, base, near = dict(limits), self.least.changed(lookahead=ahead, pooled=True), first
+            within, base, near = dict(aim), self.least.changed(lookahead=ahead, pooled=True), first
             for tries in range(1, _TRIES + 1):
                 try:
                     near = self.solve(within, ahead=ahead, like=near)
@@ -160,6 +161,8 @@ class Within(NamedTuple):
                     break
                 for tier, nbytes in above.items():
                     within[tier] = (within[tier] or 0) - tries * max(0, nbytes)
+                if tries == 1 and limits["host"] is None:
+                    aim = dict(within)
 
     def _rounded(self, limits: Mapping[str, int | None], base: Plan, optimum: Relaxed) -> Plan:
         """Returns a plan with as many homes on the device as the optimum has there, or, without a limit on the host, a few

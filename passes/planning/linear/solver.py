@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, NamedTuple, Protocol
 
 import numpy
@@ -21,9 +20,9 @@ _SETTINGS: Mapping[str, Any] = {
     **{"output_flag": False, "presolve": "off", "solver": "simplex", "parallel": "off", "threads": 1},
     "simplex_dual_edge_weight_strategy": _DEVEX,
 }
-# Where a program has no solution, the basis of another one may lead the simplex method round and round. It asks at each step
-# whether it is to go on: after so many, it begins anew without a basis. Few programs need half as many.
-_MOST_STEPS = 1000
+# Where a program has no solution, the basis of another one may lead the simplex method round and round. After so many steps, it
+# begins anew without a basis, and takes as many as it needs. Few programs need half as many.
+_MOST_STEPS, _ANY_STEPS = 1000, 2**31 - 1
 # Until how near to the least, as a share of it, and at how many nodes of the search a solver looks for whole numbers.
 _WHOLE: Mapping[str, Any] = {"mip_rel_gap": 2e-3, "mip_max_nodes": 100}
 
@@ -76,18 +75,6 @@ def matrix_of(rows: Sequence[Mapping[int, float]], columns: int) -> Matrix:
 
 
 @dataclass(slots=True)
-class _Patience:
-    """Stops the solver once no steps are ``left``: it asks at each whether to go on."""
-
-    left: float = inf
-
-    def __call__(self, event: Any) -> None:
-        self.left -= 1
-        if event.data_in is not None:
-            event.data_in.user_interrupt = self.left < 0  # HiGHS remembers the answer
-
-
-@dataclass(slots=True)
 class _Highs:
     """HiGHS's own interface. Presolving takes several times as long as solving, and shortens no program of this kind."""
 
@@ -96,7 +83,6 @@ class _Highs:
     _highs: Any = field(init=False)
     _module: Any = field(init=False)
     _bounds: Array = field(init=False)  # of the program that was solved last
-    _patience: _Patience = field(init=False)
 
     def __post_init__(self) -> None:
         import highspy
@@ -116,8 +102,6 @@ class _Highs:
         self._module, self._highs = highspy, new()
         for name, value in _SETTINGS.items():
             self._highs.setOptionValue(name, value)
-        self._patience = _Patience()
-        self._highs.cbSimplexInterrupt += self._patience
         self._highs.passModel(program)
         self._bounds = numpy.zeros((matrix.columns, 2))
 
@@ -152,9 +136,9 @@ class _Highs:
         highs.setOptionValue("presolve", "off")
         return least, near
 
-    def _run(self, most_steps: float = inf) -> None:
+    def _run(self, most_steps: int = _ANY_STEPS) -> None:
         """Solves the program. HiGHS has as many threads as its first run in this process, and refuses another number."""
-        self._patience.left = most_steps
+        self._highs.setOptionValue("simplex_iteration_limit", most_steps)
         if self._highs.run() == self._module.HighsStatus.kError:
             self._highs.setOptionValue("threads", 0)  # as many as there are: results are those of one
             self._highs.run()

@@ -82,7 +82,7 @@ def test_a_basis_that_leads_nowhere_is_left(monkeypatch: pytest.MonkeyPatch) -> 
         first = highs(limits, bounds)
         assert first is not None and highs(limits, nothing, first.basis) is None
         again, alone = highs(limits * 1.5, bounds, first.basis), _Highs(matrix, _EQUAL)(limits * 1.5, bounds)
-        anew += highs._patience.left > 1
+        anew += highs._highs.getOptionValue("simplex_iteration_limit")[1] > 1
         assert again is not None and alone is not None and abs(again.optimum - alone.optimum) < 1e-9
         assert highs.whole(limits, bounds, [1, 2])[1] is not None
     assert anew
