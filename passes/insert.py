@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.passes.step_graph import TIER_OF_MOVE, offload_rows, prefetch_rows, restride, span_nbytes
+from mtcompile.passes.step_graph import TIER_OF_MOVE, new_node, offload_rows, prefetch_rows, restride, span_nbytes
 from mtcompile.runtime.schedule import Phase, aligned
 
 
@@ -17,7 +17,7 @@ def add_call(graph: fx.Graph, call: fx.Node, outputs: list[tuple[str, dict[str, 
     """Appends getitems for the results of ``call``; ``outputs``: (name, meta) of each."""
     items = []
     for position, (name, meta) in enumerate(outputs):
-        item = graph.create_node("call_function", operator.getitem, (call, position), name=name)
+        item = new_node(graph, "call_function", operator.getitem, (call, position), {}, name)
         item.meta.update(meta)
         items.append(item)
     return items
@@ -35,7 +35,7 @@ def add_move(
     """Appends one move of ``values`` (a prefetch, say) and returns the moved values. ``about``: phase and block. ``by``: of a
     move of slices, what says which. ``pooled``: what arrives comes from the allocator instead of having a slot."""
     tier = TIER_OF_MOVE[target]
-    call = graph.create_node("call_function", target, (*values, *by), name=name)
+    call = new_node(graph, "call_function", target, (*values, *by), {}, name)
     call.meta.update(phase=about[0], block=about[1])
     outputs = [(f"{value.name}_{tier}", dict(value.meta, tier=tier, pooled=pooled)) for value in values]
     return add_call(graph, call, outputs)

@@ -35,9 +35,8 @@ from mtcompile.passes.planning.frontier import (
     undominated,
 )
 from mtcompile.passes.planning.ladders import Block, Ladder, blocks_of, decided, everything, ladders
-from mtcompile.passes.planning.linear.homes import home_costs
 from mtcompile.passes.planning.linear.relaxation import Bounds, faster_than_resident
-from mtcompile.passes.planning.linear.seeds import Number, Rounding, Within, seed_ladders
+from mtcompile.passes.planning.linear.seeds import Number, Rounding, seed_ladders, within_of
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, Store, no_progress
@@ -173,7 +172,7 @@ class Candidates:
 
     @cached_property
     def _bounds(self) -> Bounds:
-        return Bounds(self.problem, self.blocks, home_costs(self.problem, self._streamed, self.resident.schedule))
+        return Bounds(self.problem, self.blocks, self._streamed, self.resident)
 
     def certificate(self, device: int | None, host: int | None, us: float = 0.0) -> Certificate | None:
         return self._bounds.certificate({"device": device, "host": host, "disk": self.problem.budgets.disk}, us)
@@ -386,7 +385,7 @@ class Candidates:
             return None
         if self._improved is None:
             held = held_nbytes(self.problem.step, self.problem.budgets)
-            seeds = Within(self._bounds.solve, self._by_density[0][0], Rounding(self.blocks, self.sizes), held)
+            seeds = within_of(self._bounds, self._by_density[0][0], Rounding(self.blocks, self.sizes), held)
             about = self.problem, self.blocks, self.open_params, self._points, self.resident.plan.peak_bytes["device"]
             self._improved = climbs_of(*about, lambda plan: self._paced(plan).plan, (self._bounds.next_us, seeds))
             self._improved.plans |= {limits: self.evaluate(plan).plan for limits, plan in self._climbed.items()}

@@ -122,7 +122,7 @@ def _fuse(step: fx.GraphModule, backward: fx.Node, forwards: Forwards, order: di
     kernel, operands, later = fusion(step, backward, forwards, order)
     name = attach(step, kernel)
     with step.graph.inserting_before(backward):
-        call = step.graph.create_node("call_module", name, operands, name=f"{backward.name}_r")
+        call = new_node(step.graph, "call_module", name, operands, {}, f"{backward.name}_r")
         call.meta.update(backward.meta, recomputes=tuple(forward.meta["block"] for forward, _ in forwards))
         olds = results(backward)
         items = add_call(step.graph, call, [(i.name, dict(i.meta)) for i in [*olds, *later]])
@@ -304,7 +304,7 @@ def _repeat(
     kernel, used = memo[key]
     with step.graph.inserting_before(before):
         operands = tuple(args.get(values[i], values[i]) for i in used)
-        call = step.graph.create_node("call_module", attach(step, kernel), operands, name=f"{region.name}_again")
+        call = new_node(step.graph, "call_module", attach(step, kernel), operands, {}, f"{region.name}_again")
         call.meta.update(region.meta, phase="backward", recomputes=(region.meta["block"],))
         return add_call(step.graph, call, [(f"{v.name}_again", dict(v.meta)) for v in again])
 

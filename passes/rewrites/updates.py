@@ -23,6 +23,7 @@ from mtcompile.passes.step_graph import (
     calls,
     gradient_norms,
     gradient_scale,
+    new_node,
     offload,
     placeholders,
     prefetch,
@@ -124,9 +125,7 @@ def _groups(step: fx.GraphModule) -> list[_Group]:
 def _update(step: fx.GraphModule, group: _Group, scale: fx.Node | None) -> dict[int, fx.Node]:
     """Inserts the update of one group; the parameters' next versions by position among the outputs."""
     operands = (*group.params, *group.grads, *(() if scale is None else (scale,)))
-    node = step.graph.create_node(
-        "call_function", update, operands, {"count": len(group.params)}, name=f"update_{group.call.name}"
-    )
+    node = new_node(step.graph, "call_function", update, operands, {"count": len(group.params)}, f"update_{group.call.name}")
     node.meta.update(_meta(group))
     versions = add_call(step.graph, node, [(f"{p.name}_updated", {**p.meta, "version_of": p.name}) for p in group.params])
     return dict(zip(group.outputs, versions, strict=True))

@@ -31,9 +31,10 @@ _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
 _SEEDED = 1.012  # times the bound: climbs begin at seeds, too, above
 _NEAR_FASTEST = 1.02  # times the fastest seed: from slower ones, climbs to limits that others follow lead to no faster plan
+_HOPELESS = 1.05  # times the best plan: seeds that need more than a limit, and take so long, are not made for fewer bytes
 _SHORT, _PROMISING = 0.5, 1.6  # of a climb from a seed: it ends there if it is so much farther above the bound than the other
 _FAR_SEEDED = 1.03  # times the bound: not where the other one is above
-_LEADS_ON = 1.02  # times the fastest plan: a slower one does not lead farther
+_LEADS_ON = 1.005  # times the fastest plan: a slower one does not lead farther
 _FASTER = 0.999  # times the plan taken: less is not worth a climb
 # A plan of a lower limit is seldom nearer to its bound than the plan taken is to that of the highest limit by more than this,
 # and this share of the latter; by a larger share where steps are small.
@@ -100,6 +101,7 @@ class Climbs:
         self._finer: dict[int, Sequence[int]] = {}  # limits between one and the next, where the bound falls steeply
         self._ended: dict[int, Sequence[Plan]] = {}
         self._others_follow = bool(following)
+        self._goes_by_seeds = self._others_follow and not ways.differ  # large steps of equal blocks
         self.plans: dict[Limits, Plan] = {}  # with those within limits on the host (see ``hosts``)
 
     def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]], host: int | None = None) -> Plan:
@@ -295,9 +297,10 @@ class Climbs:
         number of blocks ahead."""
         if best.best.total_us <= _SEEDED * self.bound(*best.limits):
             return []
-        plans = self.seeds.plans(best.limits._asdict(), self.evaluate)
+        most_us = _HOPELESS * best.best.total_us if self._goes_by_seeds else inf
+        plans = self.seeds.plans(best.limits._asdict(), self.evaluate, most_us)
         within = sorted((plan for plan in plans if not best.limits.missing(plan)), key=lambda plan: -plan.total_us)
-        if self._others_follow and not self.ways.differ:
+        if self._goes_by_seeds:
             within = [plan for plan in within if plan.total_us <= _NEAR_FASTEST * within[-1].total_us]
         fastest = {plan.lookahead: plan for plan in within}.values()
         climbs = [Climb(best.limits, self.ways, self.evaluate, plan) for plan in fastest]
@@ -315,7 +318,7 @@ class Climbs:
 
     def _kicked(self, best: Climb) -> Climb:
         """Climbs on from where a climb ended, after each kick, and once more from the best of these if that helped."""
-        if self._others_follow and not self.ways.differ:  # seeds lead as far
+        if self._goes_by_seeds:  # these lead as far
             return best
         for _ in range(_KICKED if best.best.total_us > _NEAR_BOUND * self.bound(*best.limits) else 0):
             ended = best.best

@@ -20,15 +20,15 @@ from mtcompile.passes.plan import Certificate
 from mtcompile.passes.planning.ladders import Block, blocks_alike
 from mtcompile.passes.planning.linear.blocks import Choices, place_blocks
 from mtcompile.passes.planning.linear.exposed import Gap, gaps_between
-from mtcompile.passes.planning.linear.homes import HomeCost, place_casts
+from mtcompile.passes.planning.linear.homes import HomeCost, home_costs, place_casts
 from mtcompile.passes.planning.linear.memory import Waits, hold_memory, waiting
 from mtcompile.passes.planning.linear.needs import param_homes
 from mtcompile.passes.planning.linear.program import Counted, Infeasible, NoSolver, Program, gains_us
 from mtcompile.passes.planning.linear.queues import take_time
 from mtcompile.passes.planning.linear.solver import Solution
 from mtcompile.passes.planning.linear.terms import Load, Terms, terms_of
-from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.runtime.schedule import PHASES
+from mtcompile.passes.planning.problem import Candidate, PlanningProblem
+from mtcompile.runtime.schedule import PHASES, Schedule
 
 _GIB = 1 << 30
 _COUNTED = Counted()  # where the optimum is a bound
@@ -36,6 +36,7 @@ _FAR = 1.02  # times its bound: then a plan's bound is worth a closer look
 _MOST_WHOLE, _NEARLY_ALL = 24, 0.99  # homes that may be whole: of more, one matters little; and their share of all bytes
 _GROUPS, _MANY = 16, 64  # of equal blocks that decide alike, where no bound is wanted; and from how many blocks on
 _FASTER = 0.999  # of the µs: less is not worth a search
+_APART = 1.4  # times as many bytes as the next optimum of a chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,31 @@ class Relaxation:
         return built
 
 
+class Chain:
+    """Optima for fewer and fewer bytes of the device, from ``high`` on, without limits on others, each begun at the one before.
+    What begins at these is the same whatever was asked before, and takes few steps."""
+
+    def __init__(self, solve: Callable[..., Relaxed], high: int) -> None:
+        self._solve, self._high = solve, high
+        self._optima: list[Relaxed] = []
+        self._ended = False  # there are none for fewer bytes
+
+    def above(self, nbytes: int) -> Relaxed | None:
+        """Returns the optimum for the fewest bytes that are enough for these, or for all there are; None if there is none."""
+        nbytes = max(1, min(nbytes, self._high))
+        while not self._ended and self._nbytes(len(self._optima)) >= nbytes:
+            limits, like = {"device": self._nbytes(len(self._optima)), "host": None}, self._optima[-1:]
+            try:
+                self._optima.append(self._solve(limits, like=like[0] if like else None))
+            except Infeasible:
+                self._ended = True
+        enough = [optimum for place, optimum in enumerate(self._optima) if self._nbytes(place) >= nbytes]
+        return enough[-1] if enough else None
+
+    def _nbytes(self, place: int) -> int:
+        return round(self._high / _APART**place)
+
+
 class _Built(NamedTuple):
     """The program, but for the rows of memory."""
 
@@ -194,11 +220,14 @@ def _let_decide_alike(
 
 
 class Bounds:
-    """The bounds of a problem on the time of its plans. ``costs``: of its homes; ``solve``: its program."""
+    """The bounds of a problem on the time of its plans. ``streamed``: a schedule with every home on the host, with casts there;
+    ``resident``: the plan with everything on the device; ``solve``: its program; ``high``: device bytes that hold all."""
 
-    def __init__(self, problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost]) -> None:
-        self.problem, self.blocks, self.costs = problem, blocks, costs
-        self.solve = Relaxation(problem, blocks, costs)
+    def __init__(self, problem: PlanningProblem, blocks: Sequence[Block], streamed: Schedule, resident: Candidate) -> None:
+        self.problem, self.blocks = problem, blocks
+        self.costs = home_costs(problem, streamed, resident.schedule)
+        self.solve, self.high = Relaxation(problem, blocks, self.costs), resident.plan.peak_bytes["device"]
+        self._chain = Chain(self.solve, self.high)
         self._last: dict[bool, Relaxed] = {}  # by whether the host had no limit
         self._known: dict[tuple[int, int | None], float] = {}  # µs by bytes of the device and the host
         self._outside: dict[object, Relaxed] = {}  # by limits, as they were asked for
@@ -207,9 +236,14 @@ class Bounds:
         """The µs of the fastest plan that could be within ``limits``; infinite if there can be none, 0 without a solver.
         ``inside``: see ``Relaxation``."""
         try:
-            return (self.solve(limits) if inside else self._without_insides(limits)).bound_us
+            return (self.solve(limits, like=self._near(limits)) if inside else self._without_insides(limits)).bound_us
         except Infeasible as error:
             return _us_of(error)
+
+    def _near(self, limits: Mapping[str, int | None]) -> Relaxed | None:
+        """An optimum to begin at, for limits on the device alone."""
+        alone = limits["device"] is not None and all(limits[tier] is None for tier in limits if tier != "device")
+        return self._chain.above(limits["device"] or 0) if alone else None
 
     def _without_insides(self, limits: Mapping[str, int | None]) -> Relaxed:
         if (key := tuple(limits.items())) not in self._outside:
@@ -248,7 +282,7 @@ class Bounds:
         return certificate if closer is None or closer.bound_us <= certificate.bound_us else closer
 
     def _by_shares(self, limits: Mapping[str, int | None], like: Relaxed | None) -> _Bound:
-        relaxed = self.solve(limits, like=like)
+        relaxed = self.solve(limits, like=like or self._near(limits))
         return _Bound(relaxed.bound_us, relaxed.gains_us(), relaxed)
 
     def _by_whole_homes(self, limits: Mapping[str, int | None], like: Relaxed | None) -> _Bound:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -14,7 +15,7 @@ from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.ladders import Block, blocks_alike, variant_decision
 from mtcompile.passes.planning.linear.blocks import Option
 from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve
+from mtcompile.passes.planning.linear.relaxation import Bounds, Chain, Relaxed, Solve
 
 T = TypeVar("T")
 Number = Literal["all", "few", "fewest"]  # of kinds of seeds
@@ -132,19 +133,23 @@ def _with_whole_homes(
 
 
 class Within(NamedTuple):
-    """Seeds within limits on the device and on the host, which may have none (None). ``solve``: see ``Relaxation``; ``least``:
-    decides what the program does not; ``held``: bytes by home, with its state."""
+    """Seeds within limits on the device and on the host, which may have none (None). ``solve``: see ``Relaxation``; ``near``:
+    the optima at which the first ones begin, without a limit on the host; ``least``: decides what the program does not;
+    ``held``: bytes by home, with its state."""
 
     solve: Solve
+    near: Chain
     least: Plan
     rounding: Rounding
     held: Mapping[str, int]
 
-    def plans(self, limits: Mapping[str, int | None], evaluate: Callable[[Plan], Plan]) -> Iterator[Plan]:
+    def plans(self, limits: Mapping[str, int | None], evaluate: Callable[[Plan], Plan], most_us: float = inf) -> Iterator[Plan]:
         """Yields plans with their figures that are near ``limits``, a few for each number of blocks that fetches are ahead: as
         long as one is above a limit, the next is made for as many bytes less, and so is, without a limit on the host, the first
-        one for each later number. ``evaluate``: gives a plan its figures."""
-        first, aim = None, dict(limits)
+        one for each later number. ``evaluate``: gives a plan its figures. ``most_us``: a plan that takes longer is the last one
+        for its number."""
+        first = self.near.above(limits["device"]) if limits["host"] is None and limits["device"] is not None else None
+        aim = dict(limits)
         for ahead in _AHEAD:
             within, base, near = dict(aim), self.least.changed(lookahead=ahead, pooled=True), first
             for tries in range(1, _TRIES + 1):
@@ -163,6 +168,8 @@ class Within(NamedTuple):
                     within[tier] = (within[tier] or 0) - tries * max(0, nbytes)
                 if tries == 1 and limits["host"] is None:
                     aim = dict(within)
+                if plan.total_us > most_us:
+                    break
 
     def _rounded(self, limits: Mapping[str, int | None], base: Plan, optimum: Relaxed) -> Plan:
         """Returns a plan with as many homes on the device as the optimum has there, or, without a limit on the host, a few
@@ -178,6 +185,11 @@ class Within(NamedTuple):
             count += 1
         whole = {home: place < count for place, home in enumerate(order)}
         return self.rounding(self.solve(limits, whole, base.lookahead, optimum), base)
+
+
+def within_of(bounds: Bounds, least: Plan, rounding: Rounding, held: Mapping[str, int]) -> Within:
+    """Returns seeds within limits, by the program of ``bounds``. For the others see ``Within``."""
+    return Within(bounds.solve, Chain(partial(bounds.solve, ahead=_AHEAD[0]), bounds.high), least, rounding, held)
 
 
 def seed_ladders(
