@@ -101,7 +101,6 @@ class Climbs:
         self._finer: dict[int, Sequence[int]] = {}  # limits between one and the next, where the bound falls steeply
         self._ended: dict[int, Sequence[Plan]] = {}
         self._others_follow = bool(following)
-        self._goes_by_seeds = self._others_follow and not ways.differ  # large steps of equal blocks
         self.plans: dict[Limits, Plan] = {}  # with those within limits on the host (see ``hosts``)
 
     def best(self, device: int | None, taken: Plan, fitting: Callable[[Plan], Iterable[Plan]], host: int | None = None) -> Plan:
@@ -136,6 +135,11 @@ class Climbs:
             if not little:
                 taken = min((taken, *fitting(ended)), key=_us)
         return taken
+
+    @property
+    def _goes_by_seeds(self) -> bool:
+        """True for large steps of equal blocks."""
+        return self._others_follow and not self.ways.differ
 
     def serve_alone(self, host: int | None) -> bool:
         """Tells whether plans between the frontier's are not worth a look: climbs of large steps, without a limit on the
