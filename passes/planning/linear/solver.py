@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 import numpy
@@ -20,9 +21,10 @@ _SETTINGS: Mapping[str, Any] = {
     **{"output_flag": False, "presolve": "off", "solver": "simplex", "parallel": "off", "threads": 1},
     "simplex_dual_edge_weight_strategy": _DEVEX,
 }
-# Where a program has no solution, the basis of another one may lead the simplex method round and round. After so many steps, it
-# begins anew without a basis, and takes as many as it needs. Few programs need half as many.
-_MOST_STEPS, _ANY_STEPS = 1000, 2**31 - 1
+# Where a program has no solution, the basis of another one may lead the simplex method round and round. It asks at each step
+# whether it is to go on: after so many, it begins anew without a basis. Few programs need as many. HiGHS's own limit of
+# iterations does not end this: it went on for 20 s.
+_MOST_STEPS = 500
 # Until how near to the least, as a share of it, and at how many nodes of the search a solver looks for whole numbers.
 _WHOLE: Mapping[str, Any] = {"mip_rel_gap": 2e-3, "mip_max_nodes": 100}
 
@@ -75,6 +77,18 @@ def matrix_of(rows: Sequence[Mapping[int, float]], columns: int) -> Matrix:
 
 
 @dataclass(slots=True)
+class _Patience:
+    """Stops the solver once no steps are ``left``: it asks at each whether to go on."""
+
+    left: float = inf
+
+    def __call__(self, event: Any) -> None:
+        self.left -= 1
+        if event.data_in is not None:
+            event.data_in.user_interrupt = self.left < 0  # HiGHS remembers the answer
+
+
+@dataclass(slots=True)
 class _Highs:
     """HiGHS's own interface. Presolving takes several times as long as solving, and shortens no program of this kind."""
 
@@ -83,6 +97,7 @@ class _Highs:
     _highs: Any = field(init=False)
     _module: Any = field(init=False)
     _bounds: Array = field(init=False)  # of the program that was solved last
+    _patience: _Patience = field(init=False)
 
     def __post_init__(self) -> None:
         import highspy
@@ -102,6 +117,8 @@ class _Highs:
         self._module, self._highs = highspy, new()
         for name, value in _SETTINGS.items():
             self._highs.setOptionValue(name, value)
+        self._patience = _Patience()
+        self._highs.cbSimplexInterrupt += self._patience
         self._highs.passModel(program)
         self._bounds = numpy.zeros((matrix.columns, 2))
 
@@ -136,9 +153,9 @@ class _Highs:
         highs.setOptionValue("presolve", "off")
         return least, near
 
-    def _run(self, most_steps: int = _ANY_STEPS) -> None:
+    def _run(self, most_steps: float = inf) -> None:
         """Solves the program. HiGHS has as many threads as its first run in this process, and refuses another number."""
-        self._highs.setOptionValue("simplex_iteration_limit", most_steps)
+        self._patience.left = most_steps
         if self._highs.run() == self._module.HighsStatus.kError:
             self._highs.setOptionValue("threads", 0)  # as many as there are: results are those of one
             self._highs.run()
@@ -175,11 +192,13 @@ class _Scipy:
 
         objective = numpy.concatenate([[1.0], numpy.zeros(self.matrix.columns - 1)])
         equations, rows = self._parts
-        program = objective, rows, limits[self.equal :], equations, limits[: self.equal], bounds
+        binding = numpy.flatnonzero(numpy.isfinite(limits[self.equal :]))  # scipy refuses rows without a limit
+        program = objective, rows[binding], limits[self.equal :][binding], equations, limits[: self.equal], bounds
         result = linprog(*program, method="highs-ds", options={"presolve": False})
         if result.status != 0:
             return None
-        prices = -numpy.concatenate([result.eqlin.marginals, result.ineqlin.marginals])
+        prices = numpy.zeros(len(limits))
+        prices[: self.equal], prices[self.equal + binding] = -result.eqlin.marginals, -result.ineqlin.marginals
         return Solution(float(result.fun), result.x, prices, None)
 
     def whole(self, limits: Array, bounds: Array, variables: Sequence[int]) -> tuple[float, Array | None]:

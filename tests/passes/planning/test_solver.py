@@ -55,6 +55,15 @@ def test_a_solution_depends_on_the_basis_it_begins_at_and_on_nothing_solved_befo
         assert numpy.array_equal(nearby[0].values, nearby[1].values)
 
 
+def test_rows_without_a_limit_bind_nothing_in_both_interfaces() -> None:
+    for seed in range(4):
+        matrix, limits, bounds = program(seed)
+        limits[_EQUAL::3] = numpy.inf
+        highs, scipy = _Highs(matrix, _EQUAL)(limits, bounds), _Scipy(matrix, _EQUAL)(limits, bounds)
+        assert highs is not None and scipy is not None and abs(highs.optimum - scipy.optimum) < 1e-9
+        assert len(scipy.prices) == len(limits) and not scipy.prices[_EQUAL::3].any()
+
+
 def test_what_has_no_solution_says_so() -> None:
     matrix, limits, bounds = program(0)
     bounds[1:, 1] = 0.0
@@ -82,7 +91,7 @@ def test_a_basis_that_leads_nowhere_is_left(monkeypatch: pytest.MonkeyPatch) -> 
         first = highs(limits, bounds)
         assert first is not None and highs(limits, nothing, first.basis) is None
         again, alone = highs(limits * 1.5, bounds, first.basis), _Highs(matrix, _EQUAL)(limits * 1.5, bounds)
-        anew += highs._highs.getOptionValue("simplex_iteration_limit")[1] > 1
+        anew += highs._patience.left > 1
         assert again is not None and alone is not None and abs(again.optimum - alone.optimum) < 1e-9
         assert highs.whole(limits, bounds, [1, 2])[1] is not None
     assert anew
