@@ -10,7 +10,7 @@ from math import inf
 
 from mtcompile.passes.analysis.state import held_nbytes
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.climbs.kicks import differ, kicks
+from mtcompile.passes.planning.climbs.kicks import are_equal, differ, kicks
 from mtcompile.passes.planning.climbs.limits import STEEP, Limits, apart, limits_between, limits_in_between, parts_of
 from mtcompile.passes.planning.climbs.moves import moves
 from mtcompile.passes.planning.climbs.polish import is_worth_polishing, polish_of
@@ -31,10 +31,10 @@ _KICKED = 2  # how often climbs go on from kicks, at most
 _MANY, _FAR, _MANY_FAR = 3, 1.05, 30  # times as many plans, in the end, where few moves are shared; and above so far a bound
 _SEEDED = 1.012  # times the bound: climbs begin at seeds, too, above
 _NEAR_FASTEST = 1.02  # times the fastest seed: from slower ones, climbs to limits that others follow lead to no faster plan
-_HOPELESS = 1.05  # times the best plan: seeds that need more than a limit, and take so long, are not made for fewer bytes
+_HOPELESS = 1.08  # times the best plan: seeds that need more than a limit, and take so long, are not made for fewer bytes
 _SHORT, _PROMISING = 0.5, 1.6  # of a climb from a seed: it ends there if it is so much farther above the bound than the other
 _FAR_SEEDED = 1.03  # times the bound: not where the other one is above
-_LEADS_ON = 1.005  # times the fastest plan: a slower one does not lead farther
+_LEADS_ON = 1.01  # times the fastest plan: a slower one does not lead farther
 _FASTER = 0.999  # times the plan taken: less is not worth a climb
 # A plan of a lower limit is seldom nearer to its bound than the plan taken is to that of the highest limit by more than this,
 # and this share of the latter; by a larger share where steps are small.
@@ -75,7 +75,7 @@ def ways_of(problem: PlanningProblem, blocks: Sequence[Block], sizes: Mapping[st
     host, held, count = problem.budgets.host_activations, held_nbytes(problem.step, problem.budgets), len(regions(problem.step))
     patience = max(1, min(_PATIENCE, _PATIENT_REGIONS // count)) * (_DIFFERING if differ(blocks) else 1)
     in_room = rooms(blocks, sizes, held, host), filling(sizes, held)
-    others = patience, kicks(blocks, sizes), differ(blocks), polish_of(blocks, sizes, host, count)
+    others = patience, kicks(blocks, sizes), differ(blocks), polish_of(blocks, sizes, host, count), are_equal(blocks)
     return Ways(moves(blocks, sizes, host), *in_room, *others)
 
 
@@ -139,7 +139,7 @@ class Climbs:
     @property
     def _goes_by_seeds(self) -> bool:
         """True for large steps of equal blocks."""
-        return self._others_follow and not self.ways.differ
+        return self._others_follow and self.ways.equal
 
     def serve_alone(self, host: int | None) -> bool:
         """Tells whether plans between the frontier's are not worth a look: climbs of large steps, without a limit on the

@@ -9,11 +9,12 @@ from functools import partial
 from typing import NamedTuple
 
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.ladders import Block, WaitKind, waiting
+from mtcompile.passes.planning.ladders import Block, WaitKind, blocks_alike, waiting
 
 WHY = "found by climbing"
 MOST_AHEAD = 4
 _ALONE = 2  # homes of equal size, at most, that no other move exchanges
+_NEARLY_ALL = 0.75  # of the blocks: the others are embeddings, norms and the chunks of a loss head
 _KICKS = 6  # homes, the largest first, of which plans decide otherwise
 _FARTHER, _WAITING = (1, 2), (2, 4)  # how many regions more fetches are ahead, and how many of these homes wait then
 FIRST, THEN, LAST = TURNS = range(3)  # of moves
@@ -64,4 +65,9 @@ def _flipped(homes: Sequence[str], sizes: Mapping[str, int], plan: Plan) -> Iter
 
 def differ(blocks: Sequence[Block]) -> bool:
     """Tells whether most blocks differ from all others."""
-    return 2 * len({id(block.variants) for block in blocks}) > len(blocks)
+    return 2 * len(blocks_alike(blocks)) > len(blocks)
+
+
+def are_equal(blocks: Sequence[Block]) -> bool:
+    """Tells whether nearly all blocks are equal."""
+    return max(map(len, blocks_alike(blocks)), default=0) >= _NEARLY_ALL * len(blocks)

@@ -18,7 +18,8 @@ _HARMS = 1.0005  # times the best plan: moves that make it slower are put off; i
 class Ways(NamedTuple):
     """The moves of climbs, what makes room by tier for those that need it, what fills room that is left, and how many times as
     many plans as usual they try. ``kicks``: plans to go on from where a climb ends. ``differ``: whether most blocks differ, so
-    that few moves are shared. ``polish``: what comes last, far above the bound; None where a step is too large for it."""
+    that few moves are shared. ``polish``: what comes last, far above the bound; None where a step is too large for it.
+    ``equal``: whether nearly all blocks are equal, so that seeds lead far."""
 
     kinds: Sequence[Move]
     rooms: Mapping[str, Sequence[Room]]
@@ -27,6 +28,7 @@ class Ways(NamedTuple):
     kicks: Kick | None = None
     differ: bool = False
     polish: Polish | None = None
+    equal: bool = False
 
 
 class Failed(NamedTuple):

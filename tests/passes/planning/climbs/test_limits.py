@@ -189,7 +189,7 @@ def test_climbs_from_seeds_end_early_where_they_are_much_farther_above_the_bound
     seeded = climbs._from_seeds(first)
     assert evaluated == most and bool(seeded) == (len(most) > 1)
     if seeded:
-        slower = 1.005 * first_us < seeded_us
+        slower = 1.01 * first_us < seeded_us
         assert climbs._to_go_on([first], seeded) == [first, *([] if slower and not differ else seeded)]
 
 
@@ -204,17 +204,17 @@ def test_climbs_of_large_steps_with_equal_blocks_go_by_the_fastest_seeds_and_wit
         most.append(most_us)
         return [Plan(step_time_us=us, lookahead=ahead, peak_bytes={"device": 900}) for us, ahead in ((104.0, 1), (107.0, 2))]
 
-    def ended(following: dict[int, int], differ: bool) -> tuple[int, int]:
+    def ended(following: dict[int, int], equal: bool) -> tuple[int, int]:
         some: Any = SimpleNamespace(plans=seeds)
-        ways = Ways([], {}, lambda plan, unused: iter(()), kicks=lambda plan: kicked.append(plan) or [], differ=differ)
+        ways = Ways([], {}, lambda plan, unused: iter(()), kicks=lambda plan: kicked.append(plan) or [], equal=equal)
         climbs = Climbs([], [1000], following, ways, lambda plan: plan, lambda device, host: 100.0, some)
         first = Climb(Limits(1000), ways, climbs.evaluate, Plan(step_time_us=104.0, peak_bytes={"device": 900}))
         kicked.clear()
         assert climbs._kicked(first) is first
         return len(climbs._from_seeds(first)), len(kicked)
 
-    assert ended({1500: 1000}, False) == (1, 0) and most == [1.05 * 104.0]
-    assert ended({1500: 1000}, True) == (2, 1) and ended({}, False) == (2, 1) and most[1:] == [inf, inf]
+    assert ended({1500: 1000}, True) == (1, 0) and most == [1.08 * 104.0]
+    assert ended({1500: 1000}, False) == (2, 1) and ended({}, True) == (2, 1) and most[1:] == [inf, inf]
 
 
 def test_plans_between_those_of_the_frontier_are_looked_at_unless_climbs_of_a_large_step_serve_alone(
