@@ -70,11 +70,12 @@ class Drawn:
 @dataclass(slots=True, eq=False)
 class Placed:
     """A region of a sketch. ``readers``: by value that it makes, the positions of the regions that read it. ``memo``: what is
-    known of it."""
+    known of it; ``last``: what was asked of it last, with the answer."""
 
     region: Drawn
     readers: Sequence[tuple[int, ...]]
     memo: dict[Any, Any] = field(default_factory=dict)
+    last: tuple[object, Any] = (None, None)
 
 
 def placed(region: Drawn, readers: Mapping[Any, tuple[int, ...]]) -> Placed:

@@ -221,9 +221,11 @@ def summary_of(sketch: Sketch, outline: Outline, machine: Machine, workspace: Wo
     operands, each_once = remembered(outline.reading, used, _MOST_READING, lambda: _operands(outline, readers, shapes))
     summarised = list[Region]()
     for each, shape in zip(sketch.regions, shapes, strict=True):
-        of = tuple([operands[node] for node in shape.nodes])
-        make = partial(_summarised, each, shape, of, machine, workspace)
-        summarised.append(remembered(each.memo, of, _MOST_REGIONS, make))
+        if each.last[0] is not operands:  # most summaries share these with the one before
+            of = tuple([operands[node] for node in shape.nodes])
+            make = partial(_summarised, each, shape, of, machine, workspace)
+            each.last = operands, remembered(each.memo, of, _MOST_REGIONS, make)
+        summarised.append(each.last[1])
     first = next((position for position, region in enumerate(summarised) if region.phase), len(summarised))
     return Summary(summarised, each_once, outline.tangents, first)
 

@@ -213,7 +213,7 @@ def test_climbs_of_large_steps_with_equal_blocks_go_by_the_fastest_seeds_and_wit
         assert climbs._kicked(first) is first
         return len(climbs._from_seeds(first)), len(kicked)
 
-    assert ended({1500: 1000}, True) == (1, 0) and most == [1.08 * 104.0]
+    assert ended({1500: 1000}, True) == (1, 0) and most == [1.05 * 104.0]
     assert ended({1500: 1000}, False) == (2, 1) and ended({}, True) == (2, 1) and most[1:] == [inf, inf]
 
 
