@@ -152,6 +152,11 @@ class Chain:
         self._optima: list[Relaxed] = []
         self._ended = False  # there are none for fewer bytes
 
+    def near(self, limits: Mapping[str, int | None]) -> Relaxed | None:
+        """Returns an optimum to begin at within ``limits``; None where not the device alone is limited, or there is none."""
+        device, others = limits["device"], (nbytes for tier, nbytes in limits.items() if tier != "device")
+        return None if device is None or any(nbytes is not None for nbytes in others) else self.above(device)
+
     def above(self, nbytes: int) -> Relaxed | None:
         """Returns the optimum for the fewest bytes that are enough for these, or for all there are; None if there is none."""
         nbytes = max(1, min(nbytes, self._high))
@@ -236,14 +241,9 @@ class Bounds:
         """The µs of the fastest plan that could be within ``limits``; infinite if there can be none, 0 without a solver.
         ``inside``: see ``Relaxation``."""
         try:
-            return (self.solve(limits, like=self._near(limits)) if inside else self._without_insides(limits)).bound_us
+            return (self.solve(limits, like=self._chain.near(limits)) if inside else self._without_insides(limits)).bound_us
         except Infeasible as error:
             return _us_of(error)
-
-    def _near(self, limits: Mapping[str, int | None]) -> Relaxed | None:
-        """An optimum to begin at, for limits on the device alone."""
-        alone = limits["device"] is not None and all(limits[tier] is None for tier in limits if tier != "device")
-        return self._chain.above(limits["device"] or 0) if alone else None
 
     def _without_insides(self, limits: Mapping[str, int | None]) -> Relaxed:
         if (key := tuple(limits.items())) not in self._outside:
@@ -282,7 +282,7 @@ class Bounds:
         return certificate if closer is None or closer.bound_us <= certificate.bound_us else closer
 
     def _by_shares(self, limits: Mapping[str, int | None], like: Relaxed | None) -> _Bound:
-        relaxed = self.solve(limits, like=like or self._near(limits))
+        relaxed = self.solve(limits, like=like or self._chain.near(limits))
         return _Bound(relaxed.bound_us, relaxed.gains_us(), relaxed)
 
     def _by_whole_homes(self, limits: Mapping[str, int | None], like: Relaxed | None) -> _Bound:

@@ -133,12 +133,12 @@ def _with_whole_homes(
 
 
 class Within(NamedTuple):
-    """Seeds within limits on the device and on the host, which may have none (None). ``solve``: see ``Relaxation``; ``near``:
+    """Seeds within limits on the device and on the host, which may have none (None). ``solve``: see ``Relaxation``; ``chain``:
     the optima at which the first ones begin, without a limit on the host; ``least``: decides what the program does not;
     ``held``: bytes by home, with its state."""
 
     solve: Solve
-    near: Chain
+    chain: Chain
     least: Plan
     rounding: Rounding
     held: Mapping[str, int]
@@ -148,8 +148,7 @@ class Within(NamedTuple):
         long as one is above a limit, the next is made for as many bytes less, and so is, without a limit on the host, the first
         one for each later number. ``evaluate``: gives a plan its figures. ``most_us``: a plan that takes longer is the last one
         for its number."""
-        first = self.near.above(limits["device"]) if limits["host"] is None and limits["device"] is not None else None
-        aim = dict(limits)
+        first, aim = self.chain.near(limits), dict(limits)
         for ahead in _AHEAD:
             within, base, near = dict(aim), self.least.changed(lookahead=ahead, pooled=True), first
             for tries in range(1, _TRIES + 1):

@@ -32,6 +32,8 @@ def test_each_optimum_of_a_chain_begins_at_the_one_before_and_is_made_once() -> 
     assert chain.above(510) == "510" and chain.above(511) == "714"
     assert chain.above(300) == "364" and chain.above(1) == chain.above(0) == "260"
     assert [like for _, like in made] == [None, "1000", "714", "510", "364"]
+    assert chain.near({"device": 600, "host": None, "disk": None}) == "714"
+    assert chain.near({"device": 600, "host": 600}) is chain.near({"device": None, "host": None}) is None
 
     def never(limits: object, like: object) -> Any:
         raise Infeasible
@@ -59,7 +61,7 @@ def test_seeds_leave_free_what_the_first_one_needed(
         return base.changed(step_time_us=10.0, peak_bytes={"device": limits["device"] + 30, "host": 0})
 
     monkeypatch.setattr(Within, "_rounded", rounded)
-    some: Any = SimpleNamespace(above=lambda nbytes: None)
+    some: Any = SimpleNamespace(near=lambda limits: None)
     solve: Any = lambda limits, ahead, like: None  # noqa: E731
     rounding: Any = None
     seeds = Within(solve, some, Plan(), rounding, {})
