@@ -112,7 +112,10 @@ class CompiledModule(nn.Module):
     def grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping, with ``max_grad_norm`` or ``nonfinite="skip"``; else None."""
         updates = self._mt_open.door.updates
-        return None if updates is None else updates.grad_norm
+        if updates is None:
+            return None
+        self.synchronize()  # the last norm may still be computed
+        return updates.grad_norm
 
     def synchronize(self) -> None:
         """Waits for updates that ``run_ahead`` left running. Raises the error that stopped them, if any."""
@@ -280,10 +283,10 @@ def compile(
     accumulate  runs each batch as that many micro-batches, cut along the first dimension, region by region: parameters are
                fetched once; gradients, added in order, leave once. The loss is the whole batch's. ``"auto"``: the fastest
     update     ``"step"``: gradients wait in ``p.grad`` for ``optimizer.step()``. ``"backward"``: parameters are updated as
-               their gradients arrive, with the optimizer's own arithmetic, and ``p.grad`` stays None; call
-               ``optimizer.step()`` as before to end the step. Gradients take the host memory of two regions; if the
-               host is slower than the device, a plan uses more, within the limit that ``host`` sets. Clipping by hand, gradient
-               scalers and hooks of parameters raise an error
+               their gradients arrive, with the optimizer's own arithmetic; call ``optimizer.step()`` and ``zero_grad()`` as
+               before. Until then, each use of ``p.grad`` raises StepError. Gradients take the host memory of two regions; if
+               the host is slower than the device, a plan uses more, within the limit that ``host`` sets. Gradient scalers and
+               hooks of parameters raise an error
     max_grad_norm  with ``update="backward"``: clips as ``clip_grad_norm_`` does. All gradients are kept until their norm
                (``model.grad_norm``) is known; then updates start
     run_ahead  with ``update="backward"``: lets updates continue during the next forward, whose prefetches wait for those of

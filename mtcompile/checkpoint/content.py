@@ -21,6 +21,7 @@ from mtcompile.checkpoint.files import MANIFEST, may_be_added
 from mtcompile.checkpoint.generators import generator_states
 from mtcompile.checkpoint.shards import INDEX
 from mtcompile.errors import CheckpointError
+from mtcompile.torch_private import UsedGradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ def optimized_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
 def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields what the next backward adds to. Raises TypeError for a gradient that a file cannot hold."""
     for name, parameter in model.named_parameters():
-        if (gradient := parameter.grad) is not None:
+        if (gradient := parameter.grad) is not None and not isinstance(gradient, UsedGradient):
             if gradient.layout != torch.strided:
                 raise TypeError(
                     f"expected dense gradients in a checkpoint, found {gradient.layout} for {name}: save after zero_grad()"

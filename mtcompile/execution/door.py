@@ -114,12 +114,16 @@ class Door(RunnablePlacement, Protocol):
         """Surrounds a call that may train."""
         return nullcontext()
 
+    def before_call(self) -> None:
+        """Raises StepError if the model cannot be called now."""
+        return
+
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises StepError if a training forward with these inputs, by name, cannot start now."""
         return
 
-    def before_backward(self, keeps: bool) -> None:
-        """Raises StepError if a backward that ``keeps`` the graph for another one cannot run."""
+    def before_backward(self, frame: Frame, keeps: bool) -> None:
+        """Raises StepError if a backward of this forward that ``keeps`` the graph for another one cannot run."""
         return
 
     def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> AbstractContextManager[None]:

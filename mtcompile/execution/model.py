@@ -130,7 +130,7 @@ class CompiledModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model. Sends host tensors among the arguments to the device first. Raises StepError for a model that an
         error has left between two steps."""
-        self.door.wholeness.check()
+        self.door.before_call()
         if self.device.where.type != "cpu":
             (args, kwargs), self.door.sent_nbytes = sent((args, kwargs), self.device.where)
         if self._may_be_lazy:
@@ -262,8 +262,9 @@ class CompiledModel:
     @property
     def between_backward_and_step(self) -> bool:
         """True from a backward that has updated the parameters to the optimizer's step that ends it."""
-        return self.door.updates is not None and not self.door.updates.stepped
+        return self.door.updates is not None and not self.door.updates.loop.stepped
 
+    @torch_private.one_at_a_time
     def report(self) -> dict[str, Any]:
         """Returns bytes: budgets, planned and measured peaks per tier, and the training state; where several ranks train, those
         of the host and of the state are of all ranks of this host together."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mtcompile import knobs, torch_private
+from mtcompile import knobs
 from mtcompile.capture.refusals import lazy_modules_in
 from mtcompile.errors import BudgetError, StepError
 from mtcompile.execution.compiled import Frame, LiveFrames
@@ -70,11 +70,10 @@ class ModelDoor(Door):
         if self.wholeness.bind(optimizer) and self.updates is None:
             self.wholeness.watch(optimizer, masters=self.masters is not None)
             checked_before_first_step(optimizer, weakly(self._missing_state_nbytes))
-        # updates before masters: the hooks of updates look at p.grad, which those of masters hide
-        if self.updates is not None and optimizer is not self.optimizer:
-            self.updates.bind(optimizer)
         if self.masters is not None and optimizer is not self.optimizer:
             self.masters.bind(optimizer)
+        if self.updates is not None and optimizer is not self.optimizer:
+            self.updates.bind(optimizer)
         self.optimizer = optimizer
 
     def give_back(self) -> None:
@@ -82,7 +81,6 @@ class ModelDoor(Door):
         self.parameters.forget()
         if self.disk is not None:
             self.disk.give_back(() if self.optimizer is None else self.optimizer.state.values(), self.masters or ())
-        torch_private.allow_clipping(self._parameters().values())
 
     def release(self) -> None:
         self.disk = None
@@ -275,15 +273,19 @@ class ModelDoor(Door):
     def plan_key(self) -> Hashable:
         return None if self.updates is None else self.updates.parameter_ids()
 
+    def before_call(self) -> None:
+        self.wholeness.check()
+        if self.updates is not None:
+            self.updates.loop.check_forward()
+
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Raises StepError if an error left the model half updated, or if an earlier forward waits for its backward, and
-        backwards update parameters: the first one would use its gradients alone."""
-        if self.updates is None:
+        """Raises StepError if an earlier forward waits for its backward, and both backwards update parameters: the first one
+        would use its gradients alone."""
+        if self.updates is None or not self.updates.before_forward(inputs):
             return
-        self.updates.before_forward(inputs)
-        if self.frames.waiting():
+        if self._waiting_updates():
             gc.collect()  # frees a loss that only a reference cycle holds
-        waiting = self.frames.waiting()
+        waiting = self._waiting_updates()
         if waiting and waiting[-1].skipped:
             waiting[-1].spent = True
         elif waiting:
@@ -293,8 +295,12 @@ class ModelDoor(Door):
                 '(del loss), use torch.no_grad() for evaluation, or use update="step"'
             )
 
-    def before_backward(self, keeps: bool) -> None:
-        if self.updates is not None and keeps:
+    def _waiting_updates(self) -> list[Frame]:
+        """Returns the forwards that wait for a backward which updates parameters, oldest first."""
+        return [frame for frame in self.frames.waiting() if fragments.updated_by(frame.compiled.step)]
+
+    def before_backward(self, frame: Frame, keeps: bool) -> None:
+        if self.updates is not None and keeps and fragments.updated_by(frame.compiled.step):
             raise StepError(
                 'backward was called with retain_graph=True; with update="backward" the first backward updates the parameters, '
                 'and a second one would be of other values. Call loss.backward() without it, or use update="step"'
@@ -305,11 +311,11 @@ class ModelDoor(Door):
 
     @contextlib.contextmanager
     def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> Iterator[None]:
-        if self.updates is None:
+        if self.updates is None or not (trained := fragments.updated_by(step := frame.compiled.step)):
             yield
             return
-        outputs, planned = [ref() for ref in frame.outputs], fragments.without_fragments(frame.compiled.step)
-        self.updates.begin_backward(planned, outputs, tangents, torch_private.accumulating(node))
+        outputs = [ref() for ref in frame.outputs]
+        self.updates.begin_backward(fragments.without_fragments(step), trained, outputs, tangents, node)
         with self.updates.running():
             yield
         self.updates.end_backward()

@@ -209,7 +209,7 @@ class _Step(torch.autograd.Function):
             )
         program: Program = ctx.program
         session, keeps = program.session, torch_private.keeps_graph()
-        session.door.before_backward(keeps)
+        session.door.before_backward(frame, keeps)
         if torch.is_grad_enabled():  # create_graph=True
             wanted = ctx.needs_input_grad[2:]
             ctx.used = ctx.used if keeps else ctx.used | arriving

@@ -40,6 +40,7 @@ from mtcompile.optim.written_update import (
 from mtcompile.references import weakly
 from mtcompile.runtime.optim import device_kernels, host_kernels
 from mtcompile.runtime.optim.operands import Operands, joined, split
+from mtcompile.torch_private import UsedGradient
 
 MASTER = "master"  # its key in an optimizer's state_dict, beside exp_avg and the like
 _REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -251,7 +252,8 @@ class Masters:
         self._show_gradients()
         pairs = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
         own = self.by_parameter.keys() | self._frozen.keys()
-        rows = [(p, p.grad, group) for p, group in pairs if p.grad is not None and id(p) in own]
+        gradients = ((p, p.grad, group) for p, group in pairs if not isinstance(p.grad, UsedGradient))
+        rows = [(p, gradient, group) for p, gradient, group in gradients if gradient is not None and id(p) in own]
         self.check(optimizer, (parameter for parameter, _, _ in rows))
         scale, skip = grad_scaling(optimizer)
         if rows and not skip:

@@ -64,9 +64,9 @@ class Wholeness:
         optimizer.register_step_pre_hook(weakly(self._before_masters if masters else self._step_begins))
         if self.around is not None:
             optimizer.register_step_pre_hook(self.around[0])
-            torch_private.move_to_front(optimizer.register_step_post_hook(self.around[1]))
+            torch_private.move_hook(optimizer.register_step_post_hook(self.around[1]), last=False)
         # First, since a hook of the user's may call the model.
-        torch_private.move_to_front(optimizer.register_step_post_hook(weakly(self._step_ended)))
+        torch_private.move_hook(optimizer.register_step_post_hook(weakly(self._step_ended)), last=False)
 
     def spoil(self, why: str) -> None:
         """Refuses to go on, from now until a checkpoint is loaded."""
@@ -95,7 +95,7 @@ class Wholeness:
     def _notice(self) -> None:
         """Notices a step that was left among its updates."""
         for optimizer, versions in list(self._begun.items()):
-            if versions is None or _is_running(optimizer):
+            if versions is None or is_running(optimizer):
                 continue
             self._begun[optimizer] = None
             if _changed(versions, _versions(optimizer)):
@@ -128,7 +128,7 @@ class Wholeness:
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a step that torch.compile traces is not watched
             return None
-        if self._begun[optimizer] is not None and _is_running(optimizer):  # a step that calls the step of its base class
+        if self._begun[optimizer] is not None and is_running(optimizer):  # a step that calls the step of its base class
             return None
         self.check()
         self._begun[optimizer] = _versions(optimizer)
@@ -153,7 +153,7 @@ class Wholeness:
         return watched
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and not _is_running(optimizer):
+        if not torch.compiler.is_compiling() and not is_running(optimizer):
             self._begun[optimizer] = None
             self.steps += 1
 
@@ -189,7 +189,7 @@ def _changed(before: Versions, after: Versions) -> bool:
     return any(own != before[key] and own != (before[key] + zeros)[: len(own)] for key, own in after.items())
 
 
-def _is_running(optimizer: torch.optim.Optimizer) -> bool:
+def is_running(optimizer: torch.optim.Optimizer) -> bool:
     """Tells whether the optimizer's ``step`` is among the callers: that of a subclass, or one that calls its closure."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -8,7 +8,6 @@ from torch.utils import _pytree
 from mtcompile.torch_private.autograd import (
     accumulating,
     accumulation_hooks,
-    allow_clipping,
     caches_casts,
     cast_of,
     counting_losses,
@@ -16,10 +15,12 @@ from mtcompile.torch_private.autograd import (
     gradient_norm,
     in_capture,
     inside_ddp,
+    is_last_hook,
     keeps_graph,
+    leaves_behind,
+    leaves_beside,
     leaves_outside,
-    move_to_front,
-    refuse_clipping,
+    move_hook,
     saving_hook,
     shares_storage,
     storage_holders,
@@ -78,7 +79,7 @@ from mtcompile.torch_private.numpy_calls import (
 from mtcompile.torch_private.raising_branches import (
     checking_branches,
 )
-from mtcompile.torch_private.thread_setting import one_at_a_time, process_lock
+from mtcompile.torch_private.thread_setting import is_locked, one_at_a_time, process_lock
 from mtcompile.torch_private.tracing import (
     LiveBytes,
     building_without_memory,
@@ -93,6 +94,7 @@ from mtcompile.torch_private.tracing import (
     within_a_graphs_mode,
     without_memory,
 )
+from mtcompile.torch_private.used_gradients import UsedGradient, on_device
 
 pytree = _pytree  # as a public name
 
@@ -100,10 +102,10 @@ __all__ = [
     "AllocatorPeak",
     "LiveBytes",
     "OtherValues",
+    "UsedGradient",
     "accumulating",
     "accumulation_hooks",
     "after_initialization",
-    "allow_clipping",
     "attention_backend",
     "break_after",
     "building_on_meta",
@@ -134,19 +136,24 @@ __all__ = [
     "initializing",
     "inside_ddp",
     "is_graph_break",
+    "is_last_hook",
+    "is_locked",
     "joint_trace_key",
     "keeps_graph",
     "kernel_choices",
     "lasting",
     "lazy_modules",
     "leave_out_of_graphs",
+    "leaves_behind",
+    "leaves_beside",
     "leaves_outside",
     "leaving_out_absent_gradients",
     "mixing_devices",
-    "move_to_front",
+    "move_hook",
     "never_captured",
     "noting_arguments_of_checkpoints",
     "noting_values",
+    "on_device",
     "one_at_a_time",
     "plainly",
     "probe_inductor",
@@ -155,7 +162,6 @@ __all__ = [
     "pytree",
     "raised_by_captured",
     "raised_in_capture",
-    "refuse_clipping",
     "refusing_random_numbers",
     "returned_leaf",
     "saving_hook",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
-
-from mtcompile.errors import StepError
 
 
 def keeps_graph() -> bool:
@@ -36,20 +35,49 @@ def accumulating(function: Any) -> list[bool]:
 
 def leaves_outside(output: Any, node_name: str) -> list[torch.Tensor]:
     """The leaves that autograd's graph of the tensors in ``output`` reaches by another way than through a node of this name."""
+    return _leaves(_nodes_of(output), lambda node: type(node).__name__ == node_name)[0]
+
+
+def leaves_behind(function: Any) -> list[torch.Tensor]:
+    """The leaves that gradients from this backward node reach: its own, and those that its other inputs were computed from."""
+    return _leaves([function], lambda node: False)[0]
+
+
+def leaves_beside(function: Any) -> list[torch.Tensor] | None:
+    """The leaves that the backward which is running reaches by another way than from one of its nodes, ``function``. None if
+    torch's Python did not begin that backward, which then cannot be looked at."""
+    own = sys._getframe()
+    engine = torch.autograd.graph._engine_run_backward.__code__
+    for top in (own, *sys._current_frames().values()):  # autograd may run this node in a thread of its own
+        frame: FrameType | None = top
+        while frame is not None:
+            if frame.f_code is engine:
+                leaves, seen = _leaves(_nodes_of(frame.f_locals["t_outputs"]), lambda node: node is function)
+                if function in seen:
+                    return leaves
+            frame = frame.f_back
+    return None
+
+
+def _nodes_of(output: Any) -> list[Any]:
+    return [t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+
+
+def _leaves(todo: list[Any], is_through: Callable[[Any], bool]) -> tuple[list[torch.Tensor], set[Any]]:
+    """The leaves that nodes of autograd's graph reach, but for those next to nodes that are ``is_through``; and all nodes."""
     leaves, seen = [], set[Any]()
-    todo = [t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     while todo:
         node = todo.pop()
         if node in seen:
             continue
         seen.add(node)
-        through = type(node).__name__ == node_name
+        through = is_through(node)
         for following, _ in node.next_functions:
             if following is not None and not hasattr(following, "variable"):
                 todo.append(following)
             elif following is not None and not through:
                 leaves.append(following.variable)
-    return leaves
+    return leaves, seen
 
 
 def saving_hook() -> str | None:
@@ -95,9 +123,14 @@ def accumulation_hooks(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def move_to_front(hook: Any) -> None:
-    """Lets a hook, by its handle, be called before the others of its kind."""
-    hook.hooks_dict_ref().move_to_end(hook.id, last=False)
+def move_hook(hook: Any, last: bool) -> None:
+    """Lets a hook, by its handle, be called after or before the others of its kind."""
+    hook.hooks_dict_ref().move_to_end(hook.id, last=last)
+
+
+def is_last_hook(hook: Any) -> bool:
+    """Tells whether a hook, by its handle, is called after the others of its kind."""
+    return bool(next(reversed(hook.hooks_dict_ref())) == hook.id)
 
 
 def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
@@ -112,40 +145,6 @@ def total_norm(norms: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> t
     order = [index for _, indices in groups.values() for index in indices]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norms[index].to(like[0].device) for index in order]))
     return total
-
-
-def refuse_clipping(parameters: Iterable[torch.Tensor], why: str) -> None:
-    """Make torch's functions that clip gradients raise StepError(why) for these parameters from now on. They would find no
-    gradients and silently do nothing, and no hook of torch's sees that: the functions are wrapped where they are, once."""
-    for parameter in parameters:
-        parameter._mt_not_clipped = why  # type: ignore[attr-defined]
-    clipping = torch.nn.utils.clip_grad
-    for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):  # the last: where the first was imported
-        plain = getattr(clipping, name, None)
-        if plain is None or plain.__module__ == __name__:
-            continue
-        wrapped = _refusing(plain)
-        for module in (clipping, torch.nn.utils):
-            if getattr(module, name, None) is plain:
-                setattr(module, name, wrapped)
-
-
-def allow_clipping(parameters: Iterable[torch.Tensor]) -> None:
-    """Takes ``refuse_clipping`` of these parameters back."""
-    for parameter in parameters:
-        parameter.__dict__.pop("_mt_not_clipped", None)
-
-
-def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(clip, assigned=("__name__", "__qualname__", "__doc__"))
-    def refusing(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for tensor in tensors:
-            if why := getattr(tensor, "_mt_not_clipped", None):
-                raise StepError(why)
-        return clip(tensors, *args, **kwargs)
-
-    return refusing
 
 
 def counting_losses(losses: list[tuple[int, int, bool]]) -> contextlib.AbstractContextManager[Any]:

@@ -19,6 +19,11 @@ if hasattr(os, "register_at_fork"):  # a thread that holds it is not in the chil
     os.register_at_fork(after_in_child=process_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
+def is_locked() -> bool:
+    """Tells whether this thread captures, compiles, measures or runs a model."""
+    return bool(process_lock._is_owned())  # type: ignore[attr-defined]
+
+
 def one_at_a_time(function: Callable[P, V]) -> Callable[P, V]:
     """Lets a function run in one thread at a time, as ``process_lock`` says."""
 

@@ -51,8 +51,14 @@ def with_fragments(names: Collection[str] | None, joint: fx.GraphModule) -> froz
     return frozenset(names).union(name for name, part in fragments_of(joint).items() if part.parameter in names)
 
 
+def updated_by(step: fx.GraphModule) -> frozenset[str]:
+    """Returns the names of the whole parameters that a step's backward updates: those of the optimizer that have a gradient."""
+    parts, updated = fragments_of(step), (spec.name for spec in step.meta["outputs"] if spec.kind == "update")
+    return frozenset(parts[name].parameter if name in parts else name for name in updated)
+
+
 def without_fragments(step: fx.GraphModule) -> frozenset[str]:
-    """Returns the names of the parameters that a step's backward updates, without those of fragments."""
+    """Returns the names of the optimizer's parameters as a step was planned, without those of fragments."""
     return frozenset(step.meta.get("updated") or ()).difference(fragments_of(step))
 
 

@@ -21,7 +21,7 @@ from mtcompile.runtime.disk.direct import DirectReader
 from mtcompile.runtime.disk.requests import whole_blocks
 from mtcompile.runtime.disk.store import DiskStore
 from mtcompile.runtime.schedule import placed
-from mtcompile.torch_private import shares_storage, storage_holders, storage_id
+from mtcompile.torch_private import on_device, shares_storage, storage_holders, storage_id
 
 
 @dataclass(slots=True)
@@ -293,7 +293,7 @@ class ParameterStore:
         before, parameter.data = parameter.device, memory
         if before != memory.device:
             if grad is not None:
-                parameter.grad = grad.to(memory.device)
+                parameter.grad = on_device(grad, memory)
             self.moved(parameter)
 
     def restore(self, name: str, parameter: torch.nn.Parameter) -> None:

@@ -22,10 +22,6 @@ _BY_PARAMETER = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
     *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
-CLIPPING_BY_HAND = (
-    'clipping by hand finds no gradients with update="backward": they are used as they arrive. Pass max_grad_norm= to compile '
-    'for clip_grad_norm_; for clip_grad_value_ use update="step"'
-)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -58,9 +54,12 @@ def check_memory(inputs: Mapping[str, Tensor], updated: Set[str]) -> None:
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise StepError for gradients from elsewhere, and for hooks that would not be called."""
+    """Raise StepError for parameters that do not require gradients any more, for gradients from elsewhere, and for hooks that
+    would not be called."""
     for name, parameter in parameters.items():
-        if parameter.grad is not None:
+        if not parameter.requires_grad:
+            raise StepError(f"{name} was frozen between this forward and its backward; freeze it before the forward")
+        if parameter.grad is not None and not isinstance(parameter.grad, torch_private.UsedGradient):
             raise StepError(f'{name} has a gradient already; with update="backward" there are none. Set it to None first')
         if parameter._backward_hooks or torch_private.accumulation_hooks(parameter):
             raise StepError(f'{name} has a gradient hook, which update="backward" would not call; remove it')
@@ -85,21 +84,14 @@ def check_loss(outputs: Sequence[Tensor | None], tangents: Sequence[Tensor | Non
 
 
 def check_step(backward: Backward, optimizer: torch.optim.Optimizer) -> None:
-    """Raise StepError unless the step that ``backward`` has taken is the one that ``optimizer.step()`` asks for."""
-    for name, parameter in backward.parameters.items():
-        if parameter.grad is not None:
-            raise StepError(
-                f'{name} has a gradient that came from outside the model\'s call; with update="backward" it was updated '
-                "before, without that one. Load a checkpoint; then compute all that is trained in the model's forward (a "
-                'penalty on weights too), or use update="step"'
-            )
+    """Raise StepError unless the options of the step that ``backward`` has taken are those of ``optimizer`` now."""
     for group in optimizer.param_groups:
         used = next((backward.groups[id(p)][1] for p in group["params"] if id(p) in backward.groups), {})
         if changed := [key for key, value in used.items() if key in group and not _equal(value, group[key])]:
             values = ", ".join(f"{key}={used[key]}" for key in changed)
             raise StepError(
                 f'{", ".join(changed)} of the optimizer changed between backward() and step(); with update="backward" '
-                f"this step was made with {values}. Change it before backward() or after step()"
+                f"this step was made with {values}. Change it before backward() or after step(); until then, set it back"
             )
 
 

@@ -58,7 +58,8 @@ _NOTHING, _OTHERS = "nothing was changed", "other weights have been updated"
 class Backward:
     """One backward with updates: what it started from, then what has happened in it.
 
-    ``number``: of the step, from 1. ``parameters``: those that are updated, in the model's order. ``groups``: by a parameter's
+    ``number``: of the step, from 1. ``parameters``: those of the optimizer, in the model's order. ``trained``: those among them
+    that have a gradient, and are updated. ``groups``: by a parameter's
     id, the index of its group in the optimizer and the group's options as they were at the start. ``threads``: of the caller,
     whatever thread the backward runs in. ``disk``: of parameters that are there; ``shares``: of those that lie once for all
     ranks of the host; ``fragments``: of those that are updated in fragments. ``coming``: the parameters and fragments that the
@@ -73,6 +74,7 @@ class Backward:
     optimizer: torch.optim.Optimizer
     masters: Masters | None
     parameters: dict[str, nn.Parameter]
+    trained: dict[str, nn.Parameter]
     groups: dict[int, tuple[int, Mapping[str, Any]]]
     threads: int
     grad_norm: float | None = None

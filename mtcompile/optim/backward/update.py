@@ -1,9 +1,8 @@
 """``update="backward"``: the optimizer's arithmetic on each region's parameters as its gradients arrive.
 
 The user's optimizer keeps its class, groups, state, hooks and schedulers. What it would do to a parameter in ``step()`` is
-done here to a few of them at a time, by a stand-in that shares its state; ``p.grad`` stays None, so that its own ``step()``
-then finds nothing to do. That call still ends a step: hyper-parameters are read when a backward begins, and a second
-backward without it raises, since gradients that were meant to be added up would have been used one by one.
+done here to a few of them at a time, by a stand-in that shares its state; its own ``step()`` then finds no gradients. That call
+still ends a step: hyper-parameters are read when a backward begins. ``Loop`` says what all else in a loop does.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +20,11 @@ from torch import Tensor, fx, nn
 from mtcompile import torch_private
 from mtcompile.capture.refusals import first_line
 from mtcompile.errors import StepError
-from mtcompile.optim.backward.checks import (
-    CLIPPING_BY_HAND,
-    check_loss,
-    check_memory,
-    check_optimizer,
-    check_parameters,
-    check_step,
-)
+from mtcompile.optim.backward.checks import check_loss, check_memory, check_optimizer, check_parameters, check_step
 from mtcompile.optim.backward.fragments import FragmentUpdates
 from mtcompile.optim.backward.kernels import KERNELS, Backward, Shares, tell_what_changed
+from mtcompile.optim.backward.loop import Loop, check_others
+from mtcompile.optim.backward.waiting_state import let_wait
 from mtcompile.optim.disk_state import DiskState
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.state_sizes import STATES, is_elementwise, update_workspace
@@ -63,25 +57,23 @@ class UpdatesInBackward:
         self.optimizer: torch.optim.Optimizer | None = None
         self.disk: DiskState | None = None
         self.shares: Shares | None = None
-        self.stepped = True  # optimizer.step() has been called since the last backward
+        self.loop = Loop(wholeness, self._check_step)
         self._backward: Backward | None = None
+        self._ended: Backward | None = None
         self._threads = torch.get_num_threads()
-        model.register_load_state_dict_post_hook(weakly(self._loaded))
+        model.register_load_state_dict_post_hook(weakly(self.loop.loaded))
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update through this optimizer from now on. Raises as ``check_optimizer``."""
+        """Update through this optimizer from now on. Raises as ``check_optimizer``, and as ``Loop.bind``."""
         check_optimizer(optimizer)
+        self.loop.bind(optimizer)
         self.optimizer = optimizer
-        optimizer.register_step_pre_hook(weakly(self._before_step))
-        optimizer.register_step_post_hook(weakly(self._after_step))
-        optimizer.register_load_state_dict_post_hook(weakly(self._loaded))
-        model = self.model()
-        torch_private.refuse_clipping(() if model is None else model.parameters(), CLIPPING_BY_HAND)
 
     def release(self) -> None:
         """Forgets the last backward."""
         self.settle()
-        self.disk = self.shares = self._backward = None
+        self.loop.release()
+        self.disk = self.shares = self._backward = self._ended = None
 
     # ---------------------------------------------------------------------------------------------------- for the plan
 
@@ -161,11 +153,10 @@ class UpdatesInBackward:
 
     # -------------------------------------------------------------------------------------------------- of one backward
 
-    def before_forward(self, inputs: Mapping[str, Tensor]) -> None:
-        """Note the settings of the caller's thread; the backward may run in another. Raises StepError for a model that is not
-        whole, and as ``check_memory``."""
+    def before_forward(self, inputs: Mapping[str, Tensor]) -> bool:
+        """Note the settings of the caller's thread; the backward may run in another. Tells whether that backward will update
+        any of the inputs. Raises StepError as ``check_memory``."""
         self._threads = torch.get_num_threads()
-        self._wholeness.check()
         self._check_disk()
         if torch_private.inside_ddp():
             raise StepError(
@@ -174,48 +165,53 @@ class UpdatesInBackward:
                 'gradients itself. Where a library wraps it, such as the Transformers Trainer, pass update="step"'
             )
         _, updated = self._updated()
-        check_memory(inputs, {name for name, tensor in inputs.items() if id(tensor) in updated})
+        trained = {name for name, tensor in inputs.items() if id(tensor) in updated and tensor.requires_grad}
+        check_memory(inputs, trained)
+        return bool(trained)
 
     def begin_backward(
         self,
-        planned: frozenset[str] | None,
+        planned: frozenset[str],
+        trained: frozenset[str],
         outputs: Sequence[Tensor | None],
         tangents: Sequence[Tensor | None],
-        accumulating: Collection[bool],
+        node: Any,
     ) -> None:
         """Check everything before a backward, while nothing has changed, and note the optimizer's options.
 
-        ``planned``: the names when the forward ran; ``outputs``: those that are still alive; ``accumulating``: for each leaf,
-        whether this backward adds to its gradient. Raises StepError.
+        ``planned``: the names of the optimizer's parameters when the forward ran; ``trained``: of those that the backward
+        updates; ``outputs``: those that are still alive; ``node``: the backward's, in autograd's graph. Raises StepError.
         """
         self._wholeness.check()
         self._check_disk()
-        parameters, optimizer = self._parameters(), self.optimizer
-        assert optimizer is not None
+        parameters, optimizer, model = self._parameters(), self.optimizer, self.model()
+        assert optimizer is not None and model is not None
         if parameters.keys() != planned:
             raise StepError("the optimizer's parameters are others than when this forward ran; run the forward again")
-        if not self.stepped:
-            raise StepError(
-                'a second backward before optimizer.step(): with update="backward" the first one has updated the parameters. '
-                "Call optimizer.step() after each backward; to add up gradients, pass accumulate=k to compile"
-            )
-        if not all(accumulating):
+        updated = {name: parameters[name] for name in parameters if name in trained}
+        self.loop.check_backward(updated)
+        if not all(accumulating := torch_private.accumulating(node)):
             called = "backward(inputs=...)" if any(accumulating) else "torch.autograd.grad"
             raise StepError(
                 f'{called} was called; with update="backward" all gradients are used as they arrive, and nothing was changed. '
                 'Call backward() without inputs, or use update="step"'
             )
-        check_parameters(parameters)
+        check_parameters(updated)
+        optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        check_others(updated, {id(p) for p in (*nn.Module.parameters(model), *optimized)}, node)
         groups: dict[int, tuple[int, Mapping[str, Any]]] = {}
         for index, group in enumerate(optimizer.param_groups):
             options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
             groups |= {id(parameter): (index, options) for parameter in group["params"]}
         if self.masters is not None:
             self.masters.check(optimizer, parameters.values())
+        if self.options.run_ahead:
+            let_wait(optimizer, self._wholeness.drain)
         check_loss(outputs, tangents, self.options.nonfinite)  # last, since a GPU computes beside the other checks until here
         self._backward = Backward(
-            self._wholeness.steps + 1, self.options, optimizer, self.masters, parameters, groups, self._threads, self.grad_norm
+            self._wholeness.steps + 1, self.options, optimizer, self.masters, parameters, updated, groups, self._threads
         )
+        self._backward.grad_norm = self.grad_norm
         self._backward.disk, self._backward.shares = self.disk, self.shares
 
     def _check_disk(self) -> None:
@@ -234,8 +230,10 @@ class UpdatesInBackward:
 
     def end_backward(self) -> None:
         """Note that all updates of the backward are done, or under way."""
-        self.stepped = False
+        assert self._backward is not None
+        self._ended = self._backward
         self._wholeness.steps += 1
+        self.loop.used(self._backward.trained)
         for notice in () if self.disk is None else self.disk.store.spares.new_notices():
             warnings.warn(notice, stacklevel=2)
 
@@ -287,20 +285,9 @@ class UpdatesInBackward:
 
     @property
     def grad_norm(self) -> float | None:
-        """The last norm of all gradients that was computed."""
-        return None if self._backward is None else self._backward.grad_norm
+        """The last norm of all gradients that was computed, in a backward that has ended."""
+        return None if self._ended is None else self._ended.grad_norm
 
-    # --------------------------------------------------------------------------------- hooks of the optimizer and model
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        unstepped, self.stepped = not self.stepped, True
-        if unstepped and self._backward is not None and optimizer is self.optimizer:
-            if any(parameter.grad is not None for parameter in self._backward.parameters.values()):
-                self._spoil("updated parameters without gradients from outside the model's call")
-            check_step(self._backward, optimizer)
-
-    def _after_step(self, *_: Any) -> None:
-        self.stepped = True  # also where a closure ran a backward in the meantime
-
-    def _loaded(self, *_: Any) -> None:
-        self.stepped = True  # a step that was interrupted before optimizer.step() is gone
+    def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._ended is not None:
+            check_step(self._ended, optimizer)

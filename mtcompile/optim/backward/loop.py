@@ -1,0 +1,194 @@
+"""The loop around a model with ``update="backward"``: what each of its events does, by what the last backward has left.
+
+After a backward with updates, ``p.grad`` is a ``UsedGradient``. It takes the place that the gradient has in plain PyTorch, so
+that whoever reads, scales, clips, replaces, clears or forgets to clear it is seen, by whatever name they do so.
+
+    event                 nothing left        used, before step()            used, after step()
+    ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    forward               runs                refused                        runs
+    backward              updates             refused                        refused; updates once it is zeroed
+    use of p.grad         none there          refused                        refused
+    zero_grad()           nothing             spoils: see below              nothing is left
+    step()                as plain PyTorch    ends the step                  refused: it would update again
+    step(closure)         step() at the end of the closure, by what that leaves
+    bind(another)         binds               refused                        binds
+    load_state_dict       loads               as after step()                loads
+
+Gradients that are cleared, or replaced, before ``step()`` would not have been used by plain PyTorch, but were. Nobody can take
+that back: the model is spoiled until a checkpoint is loaded. Everything else is refused before anything has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtcompile import torch_private
+from mtcompile.errors import StepError
+from mtcompile.optim.wholeness import Wholeness, is_running
+from mtcompile.references import weakly
+from mtcompile.torch_private import UsedGradient
+
+USED = (
+    'update="backward" has used this gradient in the backward, and kept nothing of it to read, scale, clip or add to. Pass '
+    'max_grad_norm= to compile for clip_grad_norm_, accumulate=k to add up gradients, or update="step" for all else'
+)
+
+
+class Loop:
+    """The state of the loop around one model. ``check_step``: raises StepError unless the optimizer's options are those that
+    the last backward has used. ``stepped``: False from a backward with updates to the ``step()`` that ends it."""
+
+    def __init__(self, wholeness: Wholeness, check_step: Callable[[torch.optim.Optimizer], None]) -> None:
+        self.stepped = True
+        self._wholeness, self._check_step = wholeness, check_step
+        self._used: Mapping[str, nn.Parameter] = {}  # whose gradients the last backward has used
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []  # while the optimizer's own step runs, which finds no gradients
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._hooks: list[Any] = []  # of the optimizer, that before a step first
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follows this optimizer from now on. Raises StepError between a backward and its step."""
+        if optimizer is self._optimizer:
+            return
+        if not self.stepped:
+            raise StepError(
+                "another optimizer was bound between backward() and optimizer.step(), which has to end the step that this "
+                "backward has made; bind it after step()"
+            )
+        for hook in self._hooks:
+            hook.remove()
+        self._optimizer = optimizer
+        after = optimizer.register_step_post_hook(weakly(self._after_step))
+        torch_private.move_hook(after, last=False)  # hooks of the user's see the gradients again
+        loaded = optimizer.register_load_state_dict_post_hook(weakly(self.loaded))
+        self._hooks = [optimizer.register_step_pre_hook(weakly(self._before_step)), after, loaded]
+
+    def release(self) -> None:
+        """Forgets the parameters."""
+        self._used, self._hidden = {}, []
+
+    # ------------------------------------------------------------------------------------------------- events of the model
+
+    def check_forward(self) -> None:
+        """Raises StepError between a backward and its step: in plain PyTorch, this forward sees the weights before the step."""
+        if self.stepped:
+            return
+        self._check_untouched()
+        raise StepError(
+            'the model was called between backward() and optimizer.step(); with update="backward" its weights are those after '
+            'the step by now. Call it after step(), or use update="step"'
+        )
+
+    def check_backward(self, trained: Mapping[str, nn.Parameter]) -> None:
+        """Raises StepError for a backward with updates of these parameters that adds to gradients which have been used."""
+        if not self.stepped:
+            self._check_untouched()
+            raise StepError(
+                'a second backward before optimizer.step(): with update="backward" the first one has updated the parameters. '
+                "Call optimizer.step() after each backward; to add up gradients, pass accumulate=k to compile"
+            )
+        for name, parameter in self._used.items():
+            if not isinstance(gradient := parameter.grad, UsedGradient):
+                continue
+            if not gradient.zeroed:
+                raise StepError(
+                    f"{name} still has the gradient of the step before, to which plain PyTorch would add; expected "
+                    "optimizer.zero_grad() after each step, or before each backward"
+                )
+            if name not in trained:
+                raise StepError(
+                    f"{name} was left a gradient of zeros, by zero_grad(set_to_none=False), and this backward has none for it: "
+                    "plain PyTorch would update it with zeros. Call zero_grad(), which sets gradients to None"
+                )
+
+    def used(self, trained: Mapping[str, nn.Parameter]) -> None:
+        """Notes a backward that has updated these parameters."""
+        for parameter in trained.values():
+            parameter.grad = UsedGradient(parameter, USED)
+        self._used, self.stepped = trained, False
+        if self._optimizer is not None and not is_running(self._optimizer):  # else torch is going through the hooks
+            torch_private.move_hook(self._hooks[0], last=True)  # those of the user's run while the gradients are not hidden
+
+    def loaded(self, *_: Any) -> None:
+        """Notes that weights or state have been loaded: a step that was not ended is gone, gradients are not."""
+        self.stepped = True
+
+    def _check_untouched(self) -> None:
+        """Raises StepError, and spoils the model, if a gradient that has been used is no longer there."""
+        for name, parameter in self._used.items():
+            gradient = parameter.grad
+            if isinstance(gradient, UsedGradient) and not gradient.zeroed:
+                continue
+            did = "cleared" if gradient is None or isinstance(gradient, UsedGradient) else "replaced"
+            self.stepped = True
+            self._wholeness.spoil(
+                f"the gradient of {name} was {did} between backward() and optimizer.step(), but with update=\"backward\" that "
+                "backward has updated the weights by then"
+            )
+            self._wholeness.check()
+
+    # --------------------------------------------------------------------------------------------- events of the optimizer
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = kwargs.get("closure") if len(args) < 2 else args[1]
+        if closure is None:
+            self._begin_step(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def then_step() -> Any:
+            value = closure()
+            self._begin_step(optimizer)
+            return value
+
+        return (args[0], then_step, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+
+    def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lets the optimizer's own step find no gradients where the backward has used them. Raises StepError unless it is the
+        step that ends the backward."""
+        if not self.stepped:
+            self._check_untouched()
+            if not torch_private.is_last_hook(self._hooks[0]):
+                raise StepError(
+                    "a hook of optimizer.step() was registered between backward() and step(), where it would find no "
+                    'gradients: with update="backward" they have been used. Register it before backward()'
+                )
+            self._check_step(optimizer)
+        elif left := [name for name, parameter in self._used.items() if isinstance(parameter.grad, UsedGradient)]:
+            raise StepError(
+                f"optimizer.step() was called without a backward since the last step or load, and {left[0]} still has a "
+                "gradient, which plain PyTorch would use again. Expected zero_grad() and a backward before each step"
+            )
+        self._hidden = [(p, p.grad) for p in self._used.values() if isinstance(p.grad, UsedGradient)]
+        for parameter, _ in self._hidden:
+            parameter.grad = None
+
+    def _after_step(self, *_: Any) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden, self.stepped = [], True
+
+
+def check_others(trained: Mapping[str, nn.Parameter], known: Collection[int], node: Any) -> None:
+    """Raises StepError unless gradients of the running backward come to parameters that it updates from this node of autograd's
+    graph alone, and go through the node to nothing else. ``known``: the ids of the model's and the optimizer's parameters."""
+    names = {id(parameter): name for name, parameter in trained.items()}
+    for leaf in torch_private.leaves_beside(node) or ():
+        if (name := names.get(id(leaf))) is not None:
+            raise StepError(
+                f"this backward also gives {name} a gradient that came from outside the model's call, as a penalty on weights "
+                'does; with update="backward" it would be updated without that one. Nothing was changed. Compute all that is '
+                'trained in the forward, or use update="step"'
+            )
+    if any(id(leaf) not in known for leaf in torch_private.leaves_behind(node)):
+        raise StepError(
+            "gradients of this backward go on through the model's inputs, to a tensor or another model that the optimizer does "
+            'not have, as for an adversarial example or a generator; with update="backward" it would update this model too. '
+            "Nothing was changed. Freeze the model for it (model.requires_grad_(False) before its forward), give that tensor "
+            'to the same optimizer, or use update="step"'
+        )
