@@ -59,7 +59,8 @@ class FragmentUpdates:
             else:
                 _update_rows(backward, begun, part, grad, factor)
             if ends:
-                backward.optimizer.state[parameter].update(begun.entry)
+                if begun.entry:
+                    backward.optimizer.state[parameter].update(begun.entry)
                 if backward.masters is not None and not on_disk:  # else when it has been written
                     backward.masters.wrote(parameter)
                 del self._begun[part.parameter]

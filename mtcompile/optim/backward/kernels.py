@@ -317,6 +317,7 @@ def update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor
     optimizer = backward.optimizer
     groups: dict[int, dict[str, Any]] = {}
     state: defaultdict[Tensor, Any] = defaultdict(dict)
+    entered = [p for p in map(backward.parameters.__getitem__, grads) if p not in optimizer.state]
     for name, grad in grads.items():
         parameter = backward.parameters[name]
         index, options = backward.groups[id(parameter)]
@@ -330,6 +331,9 @@ def update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor
     twin.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     type(optimizer).step(twin)
     backward.allocated_state |= any(stateless)
+    for parameter in entered:  # SGD without momentum keeps none
+        if not optimizer.state.get(parameter, True):
+            del optimizer.state[parameter]
 
 
 # By the operation of the step graph.

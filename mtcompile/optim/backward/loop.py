@@ -189,6 +189,6 @@ def check_others(trained: Mapping[str, nn.Parameter], known: Collection[int], no
         raise StepError(
             "gradients of this backward go on through the model's inputs, to a tensor or another model that the optimizer does "
             'not have, as for an adversarial example or a generator; with update="backward" it would update this model too. '
-            "Nothing was changed. Freeze the model for it (model.requires_grad_(False) before its forward), give that tensor "
-            'to the same optimizer, or use update="step"'
+            "Nothing was changed. Detach the input; or, if only what is behind it is to be trained, freeze the model "
+            '(model.requires_grad_(False)) before the forward; or give all of it to one optimizer, or use update="step"'
         )
