@@ -1,4 +1,4 @@
-"""Loops around a model with update="backward": after each event plain PyTorch's numbers, or an error before anything changed."""
+"""Loops around a model with update="backward": each event has plain PyTorch's numbers, or raises before anything changed."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.other = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.first = next(self.model.parameters())
+        self.hooks: list[Any] = []
         self.start = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         if update is not None:
             mtcompile.compile(
@@ -42,7 +43,9 @@ class Loop:
         self.optimizer.load_state_dict(self.start[1])
         self.model.zero_grad()
         self.model.requires_grad_(True)
-        self.count, self.stepped, self.hook = 0, True, None
+        self.count, self.stepped = 0, True
+        for hook in self.hooks:
+            hook.remove()
         self.seen: list[Tensor] = []
 
     def batch(self) -> Tensor:
@@ -152,11 +155,7 @@ def frozen_through_inputs(loop: Loop) -> None:
 
 
 def hook_that_scales(loop: Loop) -> None:
-    handle = loop.optimizer.register_step_pre_hook(lambda *_: scale(loop))
-    try:
-        step(loop)
-    finally:
-        handle.remove()
+    loop.hooks.append(loop.optimizer.register_step_pre_hook(lambda *_: scale(loop)))
 
 
 def freeze_late(loop: Loop) -> None:
@@ -185,7 +184,8 @@ EVENTS: dict[str, Callable[[Loop], Any]] = {
     "clip in two": clip_in_two,
     "read": lambda loop: loop.seen.extend(gradient.clone() for gradient in loop.gradients()),
     "step": step,
-    "step with a hook": hook_that_scales,
+    "hook that scales": hook_that_scales,
+    "hook that looks on": lambda loop: loop.hooks.append(loop.optimizer.register_step_pre_hook(lambda *_: None)),
     "step(closure)": by_closure,
     "step(closure that adds up)": lambda loop: by_closure(loop, clears=False),
     "step(closure with a penalty)": lambda loop: by_closure(loop, penalty=0.1),
@@ -227,13 +227,14 @@ def test_every_event_after_two_others_is_plain_or_refused(loops: tuple[Loop, Loo
         for more in ((), ("zero_grad",), ("step",))
     }
     assert refused["step", "zero_grad"] is None and refused["change the rate", "step"] == "step"
+    assert run(*loops, ("hook that scales", "train", "step")) == run(*loops, ("train", "hook that scales", "step")) == "step"
     assert refused["scale",] == "scale" and refused["step",] in (None, "step") and refused["zero_grad",] == "step"
 
 
 def test_what_people_write_runs(loops: tuple[Loop, Loop]) -> None:
     usual = ("train", "step", "zero_grad")
     for events in (
-        usual * 2,
+        ("hook that looks on", *usual * 2),
         ("zero_grad", "train", "step") * 2,
         ("train", "step", "zeros") * 2,
         ("train", "step", "zeros by hand") * 2,
