@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import mtcompile
+from mtcompile.torch_private import UsedGradient
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -26,13 +27,14 @@ def loss_of(output: Any) -> torch.Tensor:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, data: dict[str, Any], steps: int = 3, scheduler: Any = None
 ) -> list[list[torch.Tensor | None]]:
-    """Loss, gradients, stepped weights and buffers of every step, and the generator's final state. Never reseeded."""
+    """Loss, gradients that are left, stepped weights and buffers of every step, and the generator's final state. Never reseeded."""
     torch.manual_seed(7)
     log: list[list[torch.Tensor | None]] = []
     for _ in range(steps):
         loss = loss_of(model(**data))
         loss.backward()
-        gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        left = (None if isinstance(p.grad, UsedGradient) else p.grad for p in model.parameters())
+        gradients = [None if gradient is None else gradient.clone() for gradient in left]
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
