@@ -27,7 +27,7 @@ def loss_of(output: Any) -> torch.Tensor:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, data: dict[str, Any], steps: int = 3, scheduler: Any = None
 ) -> list[list[torch.Tensor | None]]:
-    """Loss, gradients that are left, stepped weights and buffers of every step, and the generator's final state. Never reseeded."""
+    """Loss, gradients that are left, stepped weights and buffers of each step; the generator's last state. Never reseeded."""
     torch.manual_seed(7)
     log: list[list[torch.Tensor | None]] = []
     for _ in range(steps):
