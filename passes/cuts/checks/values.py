@@ -14,7 +14,7 @@ from torch import fx
 
 from mtcompile.passes.proof.numbering import phase_of
 from mtcompile.passes.proof.same_computation import expect
-from mtcompile.passes.step_graph import inputs_of, is_random, must_run, outputs_of
+from mtcompile.passes.step_graph import InputSpec, inputs_of, is_random, must_run, outputs_of
 
 Key = tuple[Any, ...]
 
@@ -24,6 +24,9 @@ class Layout(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+Strided = tuple[Layout, tuple[int, ...]]
 
 
 class Operand(tuple):  # type: ignore[type-arg]
@@ -76,24 +79,28 @@ class Values:
         """Numbers an operation of the same arguments."""
         return self.of((target, *_frozen(args), _frozen(kwargs), place), layout)
 
-    def call(self, node: fx.Node, env: Mapping[fx.Node, int]) -> int:
-        """Numbers an operation of a graph. Raises SameComputationError where it is described as of another shape or dtype than
-        it has."""
+    def call(self, node: fx.Node, env: Mapping[fx.Node, int], changed: Callable[[Any], Any] = tuple) -> int:
+        """Numbers an operation of a graph; with ``changed`` arguments, if they are. Raises SameComputationError where it is
+        described as of another shape or dtype than it has."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: Operand(env[operand]))
+        args = changed(args)
         layout, rule, number = layout_of(node), self.rules.get(node.target), None
         if rule is not None:
             keys = tuple(self.keys[arg.number] if isinstance(arg, Operand) else () for arg in args)
             number = rule(Call(node, args, keys))
         if number is None:
-            place = None
-            if is_random(node):
-                place, self.stream = self.stream, self.stream + 1
+            place = self.draw(node) if is_random(node) else None
             number = self.operation(node.target, args, layout, tuple(sorted(kwargs.items())), place)
         if must_run(node):
             self.runs.append((number, phase_of(node)))
         known = self.layouts.get(number)
         expect(known == layout or known is None, lambda: f"{node.name} to be {known}, found {layout}")
         return number
+
+    def draw(self, node: fx.Node) -> Any:
+        """Returns which random numbers an operation draws: by their place in the generator's stream."""
+        self.stream += 1
+        return self.stream
 
     def calls(self, graph: fx.GraphModule, env: dict[fx.Node, int]) -> dict[fx.Node, int]:
         """Numbers all operations of a graph whose inputs are numbered."""
@@ -117,14 +124,11 @@ class Values:
 def check_same_results(values: Values, before: fx.GraphModule, after: fx.GraphModule) -> None:
     """Raises SameComputationError unless ``after`` takes what ``before`` does, and computes the same results in the same phases,
     by the rules of ``values``."""
-    for table in ("inputs", "outputs", "device"):
+    for table in ("inputs", "outputs"):
         expect(before.meta[table] == after.meta[table], lambda t=table: f"{t} {before.meta[t]}, found {after.meta[t]}")
-    constants, given = before.meta["constants"], after.meta["constants"]
-    same = constants.keys() == given.keys() and all(given[name] is tensor for name, tensor in constants.items())
-    expect(same, lambda: "the captured constants")
+    same_constants(before, after)
     for (spec, node), (_, other) in zip(inputs_of(before), inputs_of(after), strict=True):
-        taken, described = _described(node), _described(other)
-        expect(taken == described, lambda s=spec, t=taken, d=described: f"{s.role} {s.name} as {t}, found {d}")
+        same_input(spec, strided(node.meta["val"]), other)
     expected = values.graph(before)
     runs = values.restart()
     found = values.graph(after)
@@ -132,6 +136,19 @@ def check_same_results(values: Values, before: fx.GraphModule, after: fx.GraphMo
     for (spec, node), (_, other) in zip(outputs_of(before), outputs_of(after), strict=True):
         expect(expected[node] == found[other], lambda s=spec: f"{s.kind} {s.name} to be computed as in the captured graph")
         same_phase(f"{spec.kind} {spec.name}", node, other)
+
+
+def same_constants(before: fx.GraphModule, after: fx.GraphModule) -> None:
+    """Raises SameComputationError unless both graphs hold the same tensors, and compute on the same device."""
+    constants, given = before.meta["constants"], after.meta["constants"]
+    same = constants.keys() == given.keys() and all(given[name] is tensor for name, tensor in constants.items())
+    expect(same and before.meta["device"] == after.meta["device"], lambda: "the captured device and constants")
+
+
+def same_input(spec: InputSpec, one: Strided, other: fx.Node) -> None:
+    """Raises SameComputationError unless an input is described as of that layout."""
+    described = strided(other.meta["val"])
+    expect(one == described, lambda: f"{spec.role} {spec.name} as {one}, found {described}")
 
 
 def same_phase(name: str, one: fx.Node, other: fx.Node) -> None:
@@ -145,9 +162,8 @@ def layout_of(node: fx.Node) -> Layout | None:
     return Layout(tuple(val.shape), val.dtype) if isinstance(val, torch.Tensor) else None
 
 
-def _described(node: fx.Node) -> Any:
-    val = node.meta["val"]
-    return tuple(val.shape), tuple(val.stride()), val.dtype
+def strided(val: torch.Tensor) -> Strided:
+    return Layout(tuple(val.shape), val.dtype), tuple(val.stride())
 
 
 def _frozen(value: Any) -> Any:
