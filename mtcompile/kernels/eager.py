@@ -117,7 +117,7 @@ def _eager_kernel(kernel: fx.GraphModule, device: torch.device) -> Built:
 
 
 def _copying(call: Call, positions: Sequence[int]) -> Call:
-    """Returns ``call`` with copies of some results: some operations return a view of a larger storage, or of an operand, without
+    """Returns ``call`` with copies of some results: some operations return a view of a larger storage, or of an operand without
     saying so."""
 
     def copying(*args: torch.Tensor) -> list[torch.Tensor]:

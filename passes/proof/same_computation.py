@@ -297,7 +297,8 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _results_of_their_own(step: fx.GraphModule) -> None:
     """Checks that no result of a kernel is a view of an operand or of another result: it would be freed, or written over, with
     what it views. A number does not tell a view from a copy, which has the same bits."""
-    for kernel in {id(kernel): kernel for kernel in (kernel_of(step, call) for call in calls(step) if is_region(call))}.values():
+    kernels = {str(call.target): kernel_of(step, call) for call in calls(step) if is_region(call)}
+    for kernel in kernels.values():
         held = set(placeholders(kernel.graph))
         for output in body_outputs(kernel):
             base: Any = owner(output)

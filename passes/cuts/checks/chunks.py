@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.passes.cuts.checks.values import Call, Layout, Operand, Values, check_same_results
+from mtcompile.passes.cuts.checks.values import Call, Key, Layout, Operand, Values, check_same_results
 
 aten: Any = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -40,8 +40,8 @@ def check_chunks(whole: fx.GraphModule, chunked: fx.GraphModule) -> None:
 
 
 class _Chunks(Values):
-    """Values in rows, ``("rows", whole, start, end)``, columns likewise, and sums over rows so far, ``("sum", whole, start, end,
-    of how many)``."""
+    """Values in rows, ``("rows", whole, start, end)``, columns likewise, and sums over some of ``count`` rows, ``("sum", whole,
+    start, end, count)``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,8 +116,8 @@ class _Chunks(Values):
             whole = self._cast(key[1], call)
             return None if whole is None else self._rows(whole, *key[2:])
         kwargs = tuple(sorted(call.node.kwargs.items()))
-        known = self.layouts.get(number)
-        return None if known is None else self.operation(call.node.target, (Operand(number),), known._replace(dtype=layout.dtype), kwargs)
+        known = self.layouts.get(number, layout)._replace(dtype=layout.dtype)
+        return self.operation(call.node.target, (Operand(number),), known, kwargs)
 
     def _slice(self, call: Call) -> int | None:
         if len(call.args) != 4 or call.args[1] != 0 or (known := self.layouts.get(call.args[0].number)) is None:
@@ -167,7 +167,9 @@ class _Chunks(Values):
 
     def _item(self, call: Call) -> int | None:
         key, item = call.keys[0], call.args[1]
-        if key[:1] != (aten.nll_loss_forward.default,) or key[3] is not None or item not in (0, 1) or key[4] not in (_MEAN, _SUM):
+        if key[:1] != (aten.nll_loss_forward.default,) or key[3] is not None or item not in (0, 1):
+            return None
+        if key[4] not in (_MEAN, _SUM):
             return None
         scores, labels, ignored = key[1].number, key[2].number, key[5]
         rows, span = self.layouts[labels].shape[:1], None
@@ -179,7 +181,7 @@ class _Chunks(Values):
             return None
         kind = "labels that count" if item else "losses" if key[4] == _SUM else "mean loss"
         whole = self.of((kind, scores, labels, ignored), call.layout)
-        return whole if span is None else self._sum(whole, *span, rows[0])
+        return whole if span is None else self._sum(whole, span[0], span[1], rows[0])
 
     def _divided(self, call: Call) -> int | None:
         one, other = call.keys

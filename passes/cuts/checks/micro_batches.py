@@ -64,11 +64,11 @@ def check_micro_batches(one: fx.GraphModule, several: fx.GraphModule, micro: Mic
     expect(not taken, lambda: f"the inputs of each micro-batch, found none for {[spec.name for spec in taken]}")
     values.calls(several, env)
     expect(runs == Counter(values.restart()), lambda: "the random numbers and checks of each micro-batch, in its phases")
-    for spec, node in outputs_of(several):
-        expect(spec in wanted, lambda s=spec: f"the results of each micro-batch, found {s}")
-        number, like = wanted.pop(spec)
-        expect(number == env[node], lambda s=spec: f"{s.kind} {s.name} to be put together from those of each micro-batch")
-        same_phase(f"{spec.kind} {spec.name}", like, node)
+    for result, node in outputs_of(several):
+        expect(result in wanted, lambda r=result: f"the results of each micro-batch, found {r}")
+        number, like = wanted.pop(result)
+        expect(number == env[node], lambda r=result: f"{r.kind} {r.name} to be put together from those of each micro-batch")
+        same_phase(f"{result.kind} {result.name}", like, node)
     expect(not wanted, lambda: f"the results of each micro-batch, found none for {[spec.name for spec in wanted]}")
 
 
@@ -142,7 +142,8 @@ class _Expected:
         if index in self.joining.counts:
             return self._folded(self.joining.counts[index], parts, layout)
         if (dim := self.joining.dims.get(index)) is not None:
-            return self._operation(aten.cat.default, [Operand(part) for part in parts], dim, layout=self._arriving(index, value.meta["val"])[0])
+            whole, _ = self._arriving(index, value.meta["val"])
+            return self._operation(aten.cat.default, [Operand(part) for part in parts], dim, layout=whole)
         return parts[-1]
 
     # ------------------------------------------------------------------------------------------------------ the numbering
@@ -233,7 +234,7 @@ class _Expected:
     # --------------------------------------------------------------------------------------------------------- the rules
 
     def _arriving(self, index: int, val: torch.Tensor) -> Strided:
-        """Returns the layout of an output's gradient over all micro-batches: one behind the other where each is in one piece."""
+        """Returns the layout of an output's gradient over all micro-batches."""
         layout, dim = strided(val), self.joining.dims.get(index)
         if dim is None:
             return layout

@@ -122,8 +122,8 @@ class Values:
 
 
 def check_same_results(values: Values, before: fx.GraphModule, after: fx.GraphModule) -> None:
-    """Raises SameComputationError unless ``after`` takes what ``before`` does, and computes the same results in the same phases,
-    by the rules of ``values``."""
+    """Raises SameComputationError unless ``after`` takes what ``before`` does, and computes the same results, each
+    in the same phase, by the rules of ``values``."""
     for table in ("inputs", "outputs"):
         expect(before.meta[table] == after.meta[table], lambda t=table: f"{t} {before.meta[t]}, found {after.meta[t]}")
     same_constants(before, after)
@@ -133,9 +133,9 @@ def check_same_results(values: Values, before: fx.GraphModule, after: fx.GraphMo
     runs = values.restart()
     found = values.graph(after)
     expect(runs == values.restart(), lambda: "the same random numbers to be drawn, and the same checks, in the same phases")
-    for (spec, node), (_, other) in zip(outputs_of(before), outputs_of(after), strict=True):
-        expect(expected[node] == found[other], lambda s=spec: f"{s.kind} {s.name} to be computed as in the captured graph")
-        same_phase(f"{spec.kind} {spec.name}", node, other)
+    for (result, node), (_, other) in zip(outputs_of(before), outputs_of(after), strict=True):
+        expect(expected[node] == found[other], lambda r=result: f"{r.kind} {r.name} to be computed as in the captured graph")
+        same_phase(f"{result.kind} {result.name}", node, other)
 
 
 def same_constants(before: fx.GraphModule, after: fx.GraphModule) -> None:
