@@ -106,7 +106,7 @@ class _Chunks(Values):
         return base if self.layouts.get(base) == layout else self.of(("view", base, layout.shape), layout)
 
     def _cast(self, number: int, call: Call) -> int | None:
-        key, layout = self.keys[number], call.layout
+        key, layout = self.key(number), call.layout
         if layout is None or not call.node.kwargs.keys() <= {"dtype", "layout", "device"} or len(call.args) != 1:
             return None
         if key[:1] == ("view",):
@@ -123,7 +123,7 @@ class _Chunks(Values):
         if len(call.args) != 4 or call.args[1] != 0 or (known := self.layouts.get(call.args[0].number)) is None:
             return None
         _, _, start, end = call.args
-        fits = isinstance(start, int) and isinstance(end, int) and 0 <= start < end <= known.shape[0]
+        fits = self.is_cut and isinstance(start, int) and isinstance(end, int) and 0 <= start < end <= known.shape[0]
         return self._rows(call.args[0].number, start, end) if fits else None
 
     def _turned(self, call: Call) -> int | None:
@@ -173,7 +173,7 @@ class _Chunks(Values):
             return None
         scores, labels, ignored = key[1].number, key[2].number, key[5]
         rows, span = self.layouts[labels].shape[:1], None
-        parts = self.keys[scores], self.keys[labels]
+        parts = self.key(scores), self.key(labels)
         if key[4] == _SUM and all(part[:1] == ("rows",) for part in parts) and parts[0][2:] == parts[1][2:]:
             scores, labels, span = parts[0][1], parts[1][1], parts[0][2:]
             rows = self.layouts[labels].shape[:1]
@@ -204,7 +204,7 @@ class _Chunks(Values):
         return self._sum(one[1], one[2], other[3], one[4]) if follows and not call.node.kwargs else None
 
     def _joined(self, call: Call) -> int | None:
-        keys = [self.keys[piece.number] for piece in call.args[0]]
+        keys = [self.key(piece.number) for piece in call.args[0]]
         if call.args[1:] not in ((), (0,)) or any(key[:1] != ("rows",) or key[1] != keys[0][1] for key in keys):
             return None
         ends = [0, *(key[3] for key in keys)]

@@ -11,7 +11,7 @@ has left them; n_m is the number of its tokens, and w_m = n_m / (n_0 + ... + n_(
       a sum                              v_0 + ... + v_(k-1);                                          t
       a mean, each of as many            v_0 / k + ... + v_(k-1) / k;                                  t / k
       a mean over tokens                 v_0 w_0 + ... + v_(k-1) w_(k-1), 0 where w_m is 0;            t w_m
-      alike in all                       v_0, which is each v_m;                                       t / k
+      of no input that is cut            v_(k-1): what differs is by buffers and random numbers;       t / k
     truth value, whole number            v_0 or v_1 ...; v_0 and v_1 ...; v_0 + v_1 + ...
 
 A reduction that a loss is made of is put together by the same rules, what is made of reductions is computed once of these, and
@@ -89,7 +89,7 @@ def _input(spec: InputSpec) -> tuple[Any, ...]:
 class _Expected:
     """What the results of all micro-batches are to be. ``inputs``: that they take, with their layouts; ``numbers``: of each
     micro-batch's values; ``wholes``: of those that are put together or computed once; ``shares``: the w_m of a loss or
-    reduction."""
+    reduction; ``own``: what depends on the inputs that are cut."""
 
     def __init__(self, one: fx.GraphModule, micro: Micro, joining: Joining, values: _Named) -> None:
         self.one, self.micro, self.joining, self.values = one, micro, joining, values
@@ -102,6 +102,9 @@ class _Expected:
         self.by_name = {node.name: node for node in one.graph.nodes}
         self.outputs = {spec.index: value for spec, value in outputs_of(one) if spec.kind == "output"}
         by_index = {spec.index: node for spec, node in inputs_of(one) if spec.role not in ("tangent", "constant")}
+        self.own = {node for spec, node in inputs_of(one) if spec.role == "input" and spec.index in micro.split}
+        for node in one.graph.nodes:
+            self.own |= {node} if not self.own.isdisjoint(node.all_input_nodes) else set()
         self.next = {by_index[spec.index]: value for spec, value in outputs_of(one) if spec.kind == "mutation"}
         self._number_inputs()
         self._number_calls()
@@ -219,9 +222,9 @@ class _Expected:
             return self.wholes[operand]
         if "once" in operand.meta or "reduces" in operand.meta or any(operand not in numbers for numbers in self.numbers):
             return None
-        alike = {numbers[operand] for numbers in self.numbers}
-        expect(len(alike) == 1, lambda: f"{operand.name}, which is read once for all micro-batches, to be the same in each")
-        return alike.pop()
+        alike = operand not in self.own or len({numbers[operand] for numbers in self.numbers}) == 1
+        expect(alike, lambda: f"{operand.name}, which is read once for all micro-batches, to be the same in each")
+        return self.numbers[0][operand]
 
     def _reduced(self, node: fx.Node) -> bool:
         parts = [numbers[node] for numbers in self.numbers if node in numbers]
@@ -269,7 +272,7 @@ class _Expected:
         layout = layout_of(value)
         assert layout is not None
         if weights.kind == "same":
-            expect(len(set(parts)) == 1, lambda: f"{value.name} to be the same in all micro-batches")
+            expect(value not in self.own or len(set(parts)) == 1, lambda: f"{value.name} to be the same in all micro-batches")
             return parts[-1]
         if weights.kind in ("any", "all"):
             return self._folded(aten.logical_or.default if weights.kind == "any" else aten.logical_and.default, parts, layout)

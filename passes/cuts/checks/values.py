@@ -56,13 +56,16 @@ Rule = Callable[[Call], int | None]
 
 
 class Values:
-    """Numbers that the graphs of one check share. ``keys``: what each is; ``layouts``: of tensors; ``runs``: what the current
-    graph runs in any case, each with its phase, in order: random operations, checks."""
+    """Numbers that the graphs of one check share. ``keys``: what each is; ``parts``: what those are parts of that the whole graph
+    makes itself; ``layouts``: of tensors; ``runs``: what the current graph runs in any case, each with its phase, in order:
+    random operations, checks. ``is_cut``: True from the second graph on."""
 
     def __init__(self) -> None:
         self.known: dict[Key, int] = {}
         self.keys: list[Key] = []
         self.layouts: dict[int, Layout] = {}
+        self.parts: dict[int, Key] = {}
+        self.is_cut = False
         self.rules: dict[Any, Rule] = {}
         self.runs: list[tuple[int, str]] = []
         self.stream = 0
@@ -75,6 +78,10 @@ class Values:
             self.layouts.setdefault(number, layout)
         return number
 
+    def key(self, number: int) -> Key:
+        """Returns what a value is, as a part if it is one."""
+        return self.parts.get(number, self.keys[number])
+
     def operation(self, target: Any, args: Any, layout: Layout | None, kwargs: Any = (), place: Any = None) -> int:
         """Numbers an operation of the same arguments."""
         return self.of((target, *_frozen(args), _frozen(kwargs), place), layout)
@@ -85,12 +92,14 @@ class Values:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: Operand(env[operand]))
         args = changed(args)
         layout, rule, number = layout_of(node), self.rules.get(node.target), None
+        keywords = tuple(sorted(kwargs.items()))
         if rule is not None:
-            keys = tuple(self.keys[arg.number] if isinstance(arg, Operand) else () for arg in args)
+            keys = tuple(self.key(arg.number) if isinstance(arg, Operand) else () for arg in args)
             number = rule(Call(node, args, keys))
         if number is None:
-            place = self.draw(node) if is_random(node) else None
-            number = self.operation(node.target, args, layout, tuple(sorted(kwargs.items())), place)
+            number = self.operation(node.target, args, layout, keywords, self.draw(node) if is_random(node) else None)
+        elif (known := self.known.get((node.target, *_frozen(args), _frozen(keywords), None), number)) != number:
+            self.parts[known], number = self.keys[number], known  # the whole graph has this part
         if must_run(node):
             self.runs.append((number, phase_of(node)))
         known = self.layouts.get(number)
@@ -117,7 +126,7 @@ class Values:
 
     def restart(self) -> list[tuple[int, str]]:
         """Begins the next graph; returns what the last one runs in any case."""
-        runs, self.runs, self.stream = self.runs, [], 0
+        runs, self.runs, self.stream, self.is_cut = self.runs, [], 0, True
         return runs
 
 

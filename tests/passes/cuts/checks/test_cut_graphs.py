@@ -130,6 +130,23 @@ def test_every_model_is_accepted(case: str) -> None:
         check_micro_batches(cut, repeat(cut, micro, joining), micro, joining)
 
 
+class Shifted(nn.Module):
+    """Rows that the model itself takes: one row predicts the next; and the rows of the first chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 32, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.body(x).tanh()[:-1]
+        return F.cross_entropy(self.head(x), labels[1:]) + self.head(x[:3]).exp().mean()
+
+
+def test_rows_that_a_model_takes_itself_are_no_chunks() -> None:
+    cut, check = chunked(trace(Shifted(), _data()).joint, 3)
+    check(cut)
+
+
 @pytest.mark.slow
 def test_random_numbers_and_buffers_go_from_micro_batch_to_micro_batch() -> None:
     joint = trace(Small(), {"x": torch.randn(8, 32)}).joint
