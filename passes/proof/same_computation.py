@@ -1,8 +1,9 @@
 """Checks I5, first half: the rewritten step computes exactly the captured graph (``schedule`` has the second).
 
 Both graphs are numbered by value (``numbering``), and every result of the step must have the number of the captured one.
-Everything else that a step graph says of its inputs, results, updates and values is made out again from the captured graph
-and compared: what a schedule is lowered from and an executor binds by must not be taken on trust.
+A result of a kernel is in memory of its own. Everything else that a step graph says of its inputs, results, updates and values
+is made out again from the captured graph and compared: what a schedule is lowered from and an executor binds by must not be
+taken on trust.
 """
 
 from __future__ import annotations

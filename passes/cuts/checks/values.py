@@ -84,7 +84,7 @@ class Values:
 
     def operation(self, target: Any, args: Any, layout: Layout | None, kwargs: Any = (), place: Any = None) -> int:
         """Numbers an operation of the same arguments."""
-        return self.of((target, *_frozen(args), _frozen(kwargs), place), layout)
+        return self.of(plain_key(target, args, kwargs, place), layout)
 
     def call(self, node: fx.Node, env: Mapping[fx.Node, int], changed: Callable[[Any], Any] = tuple) -> int:
         """Numbers an operation of a graph; with ``changed`` arguments, if they are. Raises SameComputationError where it is
@@ -98,12 +98,12 @@ class Values:
             number = rule(Call(node, args, keys))
         if number is None:
             number = self.operation(node.target, args, layout, keywords, self.draw(node) if is_random(node) else None)
-        elif (known := self.known.get((node.target, *_frozen(args), _frozen(keywords), None), number)) != number:
+        elif (known := self.known.get(plain_key(node.target, args, keywords), number)) != number:
             self.parts[known], number = self.keys[number], known  # the whole graph has this part
         if must_run(node):
             self.runs.append((number, phase_of(node)))
-        known = self.layouts.get(number)
-        expect(known == layout or known is None, lambda: f"{node.name} to be {known}, found {layout}")
+        described = self.layouts.get(number, layout)
+        expect(layout == described, lambda: f"{node.name} to be {described}, found {layout}")
         return number
 
     def draw(self, node: fx.Node) -> Any:
@@ -173,6 +173,11 @@ def layout_of(node: fx.Node) -> Layout | None:
 
 def strided(val: torch.Tensor) -> Strided:
     return Layout(tuple(val.shape), val.dtype), tuple(val.stride())
+
+
+def plain_key(target: Any, args: Any, kwargs: Any, place: Any = None) -> Key:
+    """Returns what an operation is whose result no rule says anything of."""
+    return (target, *_frozen(args), _frozen(kwargs), place)
 
 
 def _frozen(value: Any) -> Any:
