@@ -13,6 +13,7 @@ from torch import fx
 
 from mtcompile.passes.analysis.rows import fetched_by_rows
 from mtcompile.passes.cuts.checks.chunks import check_chunks
+from mtcompile.passes.cuts.checks.tiles import check_tiles
 from mtcompile.passes.cuts.fragments.check import check_cut
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights, cuts_of
 from mtcompile.passes.cuts.rows.check import check_rows
@@ -162,13 +163,15 @@ def _without_cut(joint: fx.GraphModule, form: Form) -> Rewritten:
     rewritten, contract, checks = copy_step(joint), list[str](), list[Check]()
     if form.chunks > 1 and chunk_loss(rewritten, form.chunks):
         contract.append(f"the loss head's sums over tokens (loss, weight and bias gradients) in {form.chunks} chunks")
-        checks.append(functools.partial(check_chunks, joint, chunked := rewritten))
-        rewritten = copy_step(chunked) if form.tiles > 1 else chunked
+        checks.append(functools.partial(check_chunks, joint, rewritten))
+        joint = rewritten
+        rewritten = copy_step(joint) if form.tiles > 1 else joint
     else:
         form = replace(form, chunks=1)
     form = replace(form, tiles=tile_tokens(rewritten, form.tiles))
     if form.tiles > 1:
         contract.append(tiles_contract(form.tiles))
+        checks.append(functools.partial(check_tiles, joint, rewritten))
     return Rewritten(rewritten, form, contract, tuple(checks))
 
 

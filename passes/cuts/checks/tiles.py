@@ -1,4 +1,4 @@
-"""Proves that a joint graph whose pieces run in tiles of rows does what the whole one does: the same operations on the same values.
+"""Proves that a joint graph whose pieces run in tiles does what the whole one does: the same operations on the same values.
 
 Where T is a tile's part of a value that has rows, these rules alone, in a tile:
 
@@ -33,7 +33,7 @@ _SIZED = {  # operations with a shape among their arguments, and its place
 
 
 def check_tiles(whole: fx.GraphModule, tiled: fx.GraphModule) -> None:
-    """Raises SameComputationError unless ``tiled`` computes the results of ``whole``, if operations work row by row that may."""
+    """Raises SameComputationError unless ``tiled`` computes the results of ``whole``, if operations work row by row."""
     check_same_results(_Tiles(), whole, tiled)
 
 
@@ -81,7 +81,8 @@ class _Tiles(Values):
         outputs: Any = body.graph.output_node().args[0]
         for node, make in zip(outputs, program.makes, strict=True):
             kind = "sum" if make.dim < 0 else "tile"
-            right = kinds[node] == kind and layout_of(node) == _tile(make, self.layouts[env[node]], size)
+            tile, part = _tile(make, self.layouts[env[node]], size), layout_of(node)
+            right = kinds[node] == kind and tile is not None and part is not None and tile.shape == part.shape
             expect(right, lambda n=node, k=kind: f"{n.name} to be put together as a {k}, found a {kinds[n]}")
         return [env[node] for node in outputs]
 
@@ -97,7 +98,9 @@ class _Tiles(Values):
                 if _is_tile(layout_of(node), self.layouts[number], rows, size)
             ]
             known = fits[0] if len(fits) == 1 else None
-        expect(known is not None and not is_random(node), lambda: f"an operation of the whole graph, found {node.format_node()}")
+        expect(
+            known is not None and not is_random(node), lambda: f"an operation of the whole graph, found {node.format_node()}"
+        )
         assert known is not None
         return known
 
@@ -109,10 +112,10 @@ class _Tiles(Values):
             summed = call.target is aten.native_layer_norm_backward.default and node.args[1] != 0
             return "sum" if summed else self._tile_or_nothing(node, env, rows, size)
         expect("sum" not in before, lambda: f"{node.name} to read no sum over some of the rows")
-        if layout_of(node) is None:
+        if (part := layout_of(node)) is None:
             expect("tile" in before, lambda: f"{node.name} to read a tile")
             return "several"
-        if layout_of(node) == self.layouts[env[node]]:
+        if part.shape == self.layouts[env[node]].shape:
             if "tile" not in before:
                 return "whole"
             expect(self._sums(node, env), lambda: f"{node.name} to be a sum over rows, or in rows")
@@ -155,8 +158,9 @@ def _tile(tiled: Tiled, whole: Layout, size: int) -> Layout | None:
 
 
 def _is_tile(tile: Layout | None, whole: Layout, rows: int, size: int) -> bool:
-    """Says whether a tile of that layout may be one of a value: other dimensions than those of rows are as long."""
-    if tile is None or tile.dtype != whole.dtype or len(tile.shape) != len(whole.shape):
+    """Says whether a tile of that shape may be one of a value: other dimensions than those of rows are as long. Dtypes in tiles
+    are those of shape functions, which say another one than kernels make of some statistics."""
+    if tile is None or len(tile.shape) != len(whole.shape):
         return False
     pairs = [(part, length) for part, length in zip(tile.shape, whole.shape, strict=True) if part != length]
     return all(part in (1, size) for part, _ in pairs) and prod(whole.shape) * size in (prod(tile.shape) * rows, 0)

@@ -56,9 +56,9 @@ Rule = Callable[[Call], int | None]
 
 
 class Values:
-    """Numbers that the graphs of one check share. ``keys``: what each is; ``parts``: what those are parts of that the whole graph
-    makes itself; ``layouts``: of tensors; ``runs``: what the current graph runs in any case, each with its phase, in order:
-    random operations, checks. ``is_cut``: True from the second graph on."""
+    """Numbers that the graphs of one check share. ``keys``: what each is; ``parts``: what those of the whole graph are
+    parts of that it makes itself; ``layouts``: of tensors; ``runs``: what the current graph runs in any case, each with its
+    phase, in order: random operations, checks. ``is_cut``: True from the second graph on."""
 
     def __init__(self) -> None:
         self.known: dict[Key, int] = {}

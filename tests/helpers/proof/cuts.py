@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.passes.analysis.tiles import Program, program_of, run_tiles
 from mtcompile.passes.step_graph import copy_step
 
 aten = torch.ops.aten
@@ -168,6 +170,45 @@ def exchanged_results(cut: fx.GraphModule, made: list[fx.Node]) -> Iterator[Site
                 copy.args = (tuple(values),)
 
             yield partial(_edited, cut, cut.graph.output_node().name, edit)
+
+
+def tile_mutants(tiled: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    """Of each piece in tiles: operands exchanged, of the piece and within a tile; a sum as if it were of rows; other tiles."""
+    for node in tiled.graph.nodes:
+        if node.target is not run_tiles:
+            continue
+        text, *operands = node.args
+        for at, one in enumerate(operands):
+            other = next((place for place in range(at) if _alike(one, operands[place])), None)
+            if other is not None:
+                exchanged = {f"_{1 + at}": operands[other].name, f"_{1 + other}": one.name}
+                yield "exchanged operands", _with_args(tiled, node, **exchanged)()
+        for kind, program in _programs(program_of(text)):
+
+            def edit(copy: fx.Node, nodes: dict[str, fx.Node], text: str = program.text()) -> None:
+                copy.args = (text, *copy.args[1:])
+
+            yield kind, _edited(tiled, node.name, edit)
+
+
+def _programs(program: Program) -> Iterator[tuple[str, Program]]:
+    sums = [place for place, make in enumerate(program.makes) if make.dim < 0]
+    for place in sums[:1]:
+        whole = program.makes[place].whole
+        makes = (*program.makes[:place], replace(program.makes[place], shape=whole, dim=0), *program.makes[place + 1 :])
+        yield "a sum as rows", replace(program, makes=makes)
+    yield "other rows", replace(program, size=program.size // 2)
+    names = [node.name for node in program.tile.graph.nodes if node.op == "call_function"]
+    for name in names:
+        for other in names[: names.index(name)]:
+            changed = copy_step(program.tile)
+            by_name = {node.name: node for node in changed.graph.nodes}
+            node, before = by_name[name], by_name[other]
+            operand = next((each for each in node.all_input_nodes if _alike(each, before)), None)
+            if operand is not None:
+                node.replace_input_with(operand, before)
+                yield "another operand in a tile", replace(program, tile=changed)
+                break
 
 
 _FUNCTIONS: tuple[Callable[[fx.GraphModule, list[fx.Node]], Iterator[Site]], ...] = (

@@ -15,13 +15,15 @@ from torch.nn import functional as F
 from mtcompile.passes.cuts.checks.chunks import check_chunks
 from mtcompile.passes.cuts.checks.loss_weights import check_weights
 from mtcompile.passes.cuts.checks.micro_batches import check_micro_batches
+from mtcompile.passes.cuts.checks.tiles import check_tiles
+from mtcompile.passes.cuts.tiles.rewrite import tile_tokens
 from mtcompile.passes.joint.accumulate import repeat
 from mtcompile.passes.joint.batch.joining import Micro, joining_of
 from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.joint.loss_weights import Weights
 from mtcompile.passes.proof.same_computation import SameComputationError
 from mtcompile.passes.step_graph import copy_step, inputs_of
-from tests.helpers.models import CASES, Small
+from tests.helpers.models import CASES, Gpt, Small, tokens
 from tests.helpers.proof import cuts
 from tests.helpers.tracing import trace, traced_case
 
@@ -115,6 +117,23 @@ def test_mutants_that_compute_other_results_are_refused() -> None:
             else:
                 assert not _differs(cut, mutant), f"{way.__name__}, {kind}: accepted"
     assert refused.keys() == cuts.KINDS.keys(), refused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_of_the_same_operations_are_accepted_and_no_others(dtype: torch.dtype) -> None:
+    joint = trace(Gpt(2).to(dtype), {"tokens": tokens(4)}).joint
+    tiled = copy_step(joint)
+    assert tile_tokens(tiled, 3) == 3
+    check_tiles(joint, tiled)
+    refused: Counter[str] = Counter()
+    for kind, mutant in cuts.tile_mutants(tiled):
+        try:
+            check_tiles(joint, mutant)
+        except SameComputationError:
+            refused[kind] += 1
+        else:
+            assert not _differs(tiled, mutant), f"{kind}: accepted"
+    assert refused.keys() >= {"exchanged operands", "another operand in a tile", "a sum as rows", "other rows"}, refused
 
 
 @pytest.mark.slow
