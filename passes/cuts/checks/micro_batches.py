@@ -100,6 +100,7 @@ class _Expected:
         self.tangents: dict[fx.Node, int] = {}
         self.of_output: dict[fx.Node, InputSpec] = {}  # what a tangent is
         self.by_name = {node.name: node for node in one.graph.nodes}
+        self.reductions = {node.meta["reduces"]: node for node in one.graph.nodes if "reduces" in node.meta}
         self.outputs = {spec.index: value for spec, value in outputs_of(one) if spec.kind == "output"}
         by_index = {spec.index: node for spec, node in inputs_of(one) if spec.role not in ("tangent", "constant")}
         self.own = {node for spec, node in inputs_of(one) if spec.role == "input" and spec.index in micro.split}
@@ -260,7 +261,8 @@ class _Expected:
             return whole
         if weights.kind in ("equal", "same"):
             return self._operation(aten.div.Tensor, Operand(whole), self.micro.count, layout=layout)
-        if (shares := self._shares(key, weights, self.by_name[key] if isinstance(key, str) else self.outputs[key])) is None:
+        value = self.reductions[key] if isinstance(key, str) else self.outputs[key]
+        if (shares := self._shares(key, weights, value)) is None:
             return None
         scaled = aten.mul.Tensor, Operand(whole), Operand(shares[m])
         assert layout is not None
