@@ -36,7 +36,9 @@ from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts import fastest
-from mtcompile.passes.cuts.form import WHOLE, Form, cut_joint, first_form, in_rows, told_head
+from mtcompile.passes.cuts.checks.loss_weights import check_weights
+from mtcompile.passes.cuts.checks.micro_batches import check_micro_batches
+from mtcompile.passes.cuts.form import WHOLE, Check, Form, cut_joint, first_form, in_rows, told_head
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
 from mtcompile.passes.cuts.quick import QuickCandidates
@@ -97,12 +99,14 @@ class Target:
 
 
 class JointStep(NamedTuple):
-    """A rewritten joint graph, to be planned. ``numerics``: its contract in words. ``shared``: by the steps of all forms."""
+    """A rewritten joint graph, to be planned. ``numerics``: its contract in words. ``shared``: by the steps of all forms.
+    ``checks``: that it computes what was captured, to be made before it runs."""
 
     graph: fx.GraphModule
     numerics: str
     form: Form
     shared: Shared | None = None
+    checks: tuple[Check, ...] = ()
 
 
 class PlannedStep(NamedTuple):
@@ -140,7 +144,7 @@ def built_step(best: PlannedStep, tangents: Tangents, target: Target, placement:
     """Builds and proves a planned step, and puts parameters where its plan wants them."""
     built = target.toolchain.build(best.planned, target.machine)
     progress.tell("proving the schedule")
-    prove(best.joint.graph, built, best.problem.budgets, placement.input_homes(best.joint.graph))
+    prove(best.joint, built, best.problem.budgets, placement.input_homes(best.joint.graph))
     placement.adopt(best.problem.step, built.planned)
     kernels = {**built.kernels, **placement.host_kernels(built.planned.step)}
     return compiled_step(tangents, built.planned, best.problem, kernels, best.joint.graph)
@@ -172,12 +176,17 @@ def rewrite_joint(
     """Returns ``joint`` cut as ``form`` says, and repeated for all micro-batches. Raises CaptureError."""
     with in_micro_batches(micro):
         joining = micro and joining_of(joint, micro)  # it marks what cutting keeps
-        rewritten, form, changed = cut_joint(joint, form, shared.rewritten)
+        rewritten, form, changed, checks = cut_joint(joint, form, shared.rewritten)
         numerics = [precision.contract(), *contract(joint, fuses, changed)]
         if micro and joining:
-            rewritten = repeat(rewritten, micro, joining)
+            one, rewritten = rewritten, repeat(rewritten, micro, joining)
+            checks = (
+                functools.partial(check_weights, joint, micro, joining),
+                *checks,
+                functools.partial(check_micro_batches, one, rewritten, micro, joining),
+            )
             numerics.append(joining.numerics(micro))
-    return JointStep(rewritten, "; ".join(numerics), form, shared)
+    return JointStep(rewritten, "; ".join(numerics), form, shared, checks)
 
 
 def planning_problem(
@@ -197,11 +206,14 @@ def planning_problem(
     return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics)
 
 
-def prove(joint: fx.GraphModule, built: BuiltStep, budgets: Budgets, input_homes: InputHomes) -> None:
+def prove(joint: JointStep, built: BuiltStep, budgets: Budgets, input_homes: InputHomes) -> None:
     """Proves that the schedule is safe and computes what was captured, in the bytes that its kernels were measured to need and
-    within what was asked for. Raises an error that names the violated invariant."""
+    within what was asked for: that each cut of the captured graph computes what it did before, and the step what the last one
+    does. Raises an error that names the violated invariant."""
     plan, step, schedule = built.planned.plan, built.planned.step, built.planned.schedule
-    same_computation(joint, step)
+    for check in joint.checks:
+        check()
+    same_computation(joint.graph, step)
     given = Given(plan, budgets, built.workspace, built.held_nbytes, input_homes.all_on_device, input_homes.ranks)
     check_schedule(step, schedule, given)
     verify(schedule)

@@ -19,8 +19,9 @@ proves, and ``ScheduleError.invariant`` names:
   host also write over homes on disk.
 - **I2 race-free**: two instructions that touch common bytes (one buffer, or placed buffers of one tier that overlap),
   one of them writing (``alloc`` and ``free`` write), are ≺-ordered.
-- **I3 fits**: of two placed buffers that overlap, the free of one ≺ the alloc of the other; slots are aligned and
-  inside their arena; per tier ``peak(schedule) <= peak_nbytes <= budget_nbytes``.
+- **I3 fits**: of two placed buffers that overlap, the free of one ≺ the alloc of the other; slots are inside their arena and
+  start at multiples of 256 bytes, by which libraries choose kernels, on disk of 4096; per tier
+  ``peak(schedule) <= peak_nbytes <= budget_nbytes``.
 - **I4 closed**: every alloc has one free, or its buffer is returned; no device slot outlives its phase (arenas are lent in
   between); every gradient and every new version of a module buffer is returned, is written to one home, or is read by one
   kernel that writes next versions of homes (an update) or makes another gradient of it on the host, once; every home of

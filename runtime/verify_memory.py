@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from mtcompile.runtime.schedule import ALIGNMENT, BLOCK, TIERS, Buffer, Instruction, Schedule, gib
+from mtcompile.runtime.schedule import ALIGNMENT, BLOCK, PLACEMENT, TIERS, Buffer, Instruction, Schedule, gib
 from mtcompile.runtime.verify_facts import Facts
 
 
@@ -39,7 +39,7 @@ def slots_fit(facts: Facts) -> None:
         if buffer.offset is None:
             continue
         arena = schedule.arena_nbytes.get(buffer.tier, 0)
-        if buffer.offset % (apart := BLOCK if buffer.tier == "disk" else ALIGNMENT):
+        if buffer.offset % (apart := BLOCK if buffer.tier == "disk" else PLACEMENT):
             raise facts.error("I3", index, f"expected offsets in steps of {apart}, found {name} at {buffer.offset}")
         if buffer.offset < 0 or buffer.offset + buffer.nbytes > arena:
             place = f"{name} at {buffer.offset} .. {buffer.offset + buffer.nbytes}"

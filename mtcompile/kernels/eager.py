@@ -111,14 +111,14 @@ def _eager_kernel(kernel: fx.GraphModule, device: torch.device) -> Built:
     zeros = in_own_storages(kernel, on_zeros(kernel, device))
     call = in_own_storages(kernel, forward_of(kernel))
     measured = measure(kernel, zeros, device)
-    if not measured.larger:
+    if not measured.foreign:
         return Built(call, measured.workspace, note=measured.note)
-    return Built(_copying(call, measured.larger), measure(kernel, _copying(zeros, measured.larger), device).workspace)
+    return Built(_copying(call, measured.foreign), measure(kernel, _copying(zeros, measured.foreign), device).workspace)
 
 
 def _copying(call: Call, positions: Sequence[int]) -> Call:
-    """Returns ``call`` with copies of the results that hold more bytes than declared: some operations return a view of a larger
-    storage."""
+    """Returns ``call`` with copies of some results: some operations return a view of a larger storage, or of an operand without
+    saying so."""
 
     def copying(*args: torch.Tensor) -> list[torch.Tensor]:
         results = list(call(*args))

@@ -14,7 +14,7 @@ from mtcompile import torch_private
 from mtcompile.errors import ends_device
 from mtcompile.kernels.compile_pool import compile_ahead, record_compiled
 from mtcompile.kernels.eager import Built, EagerKernels, in_own_storages
-from mtcompile.kernels.measure import measure
+from mtcompile.kernels.measure import measure, shared_positions
 from mtcompile.kernels.random import with_explicit_state, with_generator
 from mtcompile.kernels.zeros.run import Call, example_inputs, looks_up_values
 from mtcompile.passes.generators import generator_state, replay, rng_preserved, save_rng
@@ -90,15 +90,13 @@ def _difference_of_run(kernel: fx.GraphModule, call: Call, device: torch.device)
 
 def _difference(kernel: fx.GraphModule, inputs: list[torch.Tensor], results: Any) -> str:
     """Says why results cannot replace the eager ones: another layout, more bytes, or shared memory; "" if they can."""
-    taken = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor.numel()}
-    for node, tensor in zip(body_outputs(kernel), results, strict=True):
+    shared = shared_positions(inputs, results)
+    for position, (node, tensor) in enumerate(zip(body_outputs(kernel), results, strict=True)):
         val = node.meta["val"]
         if (tensor.dtype, tensor.shape, tensor.stride()) != (val.dtype, val.shape, val.stride()):
             return f"its result {node.name} has strides {tuple(tensor.stride())}, expected {tuple(val.stride())}"
         if tensor.untyped_storage().nbytes() > aligned(storage_nbytes(val)):
             return f"its result {node.name} holds {tensor.untyped_storage().nbytes()} bytes, expected {storage_nbytes(val)}"
-        pointer = tensor.untyped_storage().data_ptr()
-        if tensor.numel() and pointer in taken:
+        if position in shared:
             return f"its result {node.name} shares memory with another tensor"
-        taken.add(pointer)
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from mtcompile.passes.joint.strides import Observe
 from mtcompile.passes.step_graph import (
     body_outputs,
     is_check,
+    is_seed,
     is_view,
     iter_tensors,
     storage_nbytes,
@@ -43,12 +44,13 @@ _PARTS = (1, 2, 4, 8, 16, 64)  # into which the rows of an operation without roo
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of one run of a kernel. ``workspace``: bytes of device memory allocated beside results. ``larger``: the
-    positions of results that hold more bytes than declared. ``unreleased``: bytes still held after the results are gone.
-    ``note``: why it was not measured in one piece, for a reader; else empty."""
+    """Measurements of one run of a kernel. ``workspace``: bytes of device memory allocated beside results. ``foreign``: the
+    positions of results that hold more bytes than declared, or share memory with an operand or an earlier result.
+    ``unreleased``: bytes still held after the results are gone. ``note``: why it was not measured in one piece, for a reader;
+    else empty."""
 
     workspace: int
-    larger: tuple[int, ...] = ()
+    foreign: tuple[int, ...] = ()
     unreleased: int = 0
     note: str = ""
 
@@ -64,6 +66,7 @@ def measure(kernel: fx.GraphModule, call: Call, device: torch.device) -> Measure
         with rng_preserved(str(device)), torch.no_grad(), allocator_peak(device) as peak:
             results = call(*inputs)
             actual = [tensor.untyped_storage().nbytes() for tensor in results]
+            shared = shared_positions(inputs, results)
             del results
     except CaptureError:
         raise
@@ -75,10 +78,24 @@ def measure(kernel: fx.GraphModule, call: Call, device: torch.device) -> Measure
         return Measured(workspace_nbytes(kernel) + scratch_nbytes(kernel) + value_dependent_nbytes(kernel))
     if not has_room:
         return _by_operation(kernel, device)
-    larger = tuple(i for i, (one, other) in enumerate(zip(actual, declared, strict=True)) if one > other)
+    seeds = {i for i, node in enumerate(body_outputs(kernel)) if is_seed(node)}
+    larger = {i for i, (one, other) in enumerate(zip(actual, declared, strict=True)) if one > other}
+    foreign = tuple(sorted(larger | (shared - seeds)))
     if peak.nbytes is None:
-        return Measured(workspace_nbytes(kernel), larger)
-    return Measured(aligned(max(0, peak.nbytes - output_nbytes(kernel))) + value_dependent_nbytes(kernel), larger, peak.kept)
+        return Measured(workspace_nbytes(kernel), foreign)
+    return Measured(aligned(max(0, peak.nbytes - output_nbytes(kernel))) + value_dependent_nbytes(kernel), foreign, peak.kept)
+
+
+def shared_positions(operands: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> set[int]:
+    """Returns the positions of results that share memory with an operand or an earlier result."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor in operands if tensor.numel()}
+    shared = set()
+    for position, tensor in enumerate(results):
+        if tensor.numel():
+            pointer = tensor.untyped_storage().data_ptr()
+            shared |= {position} if pointer in taken else set()
+            taken.add(pointer)
+    return shared
 
 
 def _by_operation(kernel: fx.GraphModule, device: torch.device) -> Measured:

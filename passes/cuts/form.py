@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from mtcompile.passes.analysis.rows import fetched_by_rows
+from mtcompile.passes.cuts.checks.chunks import check_chunks
+from mtcompile.passes.cuts.checks.tiles import check_tiles
 from mtcompile.passes.cuts.fragments.check import check_cut
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights, cuts_of
 from mtcompile.passes.cuts.rows.check import check_rows
@@ -124,37 +128,51 @@ def chains_of_forms(allowed: Allowed, first: Form, cuts: Sequence[Cut]) -> Itera
             yield [*coarsest, *(replace(coarsest[-1], tiles=number) for number in AUTO[1:])]
 
 
-Rewritten = tuple[fx.GraphModule, Form, list[str]]
+Check = Callable[[], None]
+
+
+class Rewritten(NamedTuple):
+    """A joint graph in a ``form``, as far as there is something to cut. ``contract``: what it says of results;
+    ``checks``: those that the form which is chosen has to pass. They raise SameComputationError."""
+
+    graph: fx.GraphModule
+    form: Form
+    contract: list[str]
+    checks: tuple[Check, ...] = ()
 
 
 def cut_joint(joint: fx.GraphModule, form: Form, known: dict[Form, Rewritten]) -> Rewritten:
-    """Returns a normalized joint graph in a form, that form as far as there is something to cut, and what its contract says of
-    it. ``known``: the same graph in forms whose weights are whole, as far as they were asked for."""
+    """Returns a normalized joint graph in a form. ``known``: the same in forms with whole weights, as far as they were asked
+    for."""
     if form == WHOLE:
-        return joint, form, []
+        return Rewritten(joint, form, [])
     if form.cut != UNCUT:
-        whole, uncut, contract = cut_joint(joint, replace(form, cut=UNCUT), known)
+        whole, uncut, contract, checks = uncut_weights = cut_joint(joint, replace(form, cut=UNCUT), known)
         if not cuts_of(whole, form.cut):
-            return whole, uncut, contract
+            return uncut_weights
         rewritten = copy_step(whole)
         split = cut_weights(rewritten, form.cut)
         check_cut(whole, rewritten, form.cut.splits)
-        return rewritten, replace(uncut, cut=form.cut), contract + split
+        return Rewritten(rewritten, replace(uncut, cut=form.cut), contract + split, checks)
     if form not in known:
         known[form] = _without_cut(joint, form)
     return known[form]
 
 
 def _without_cut(joint: fx.GraphModule, form: Form) -> Rewritten:
-    rewritten, contract = copy_step(joint), list[str]()
+    rewritten, contract, checks = copy_step(joint), list[str](), list[Check]()
     if form.chunks > 1 and chunk_loss(rewritten, form.chunks):
         contract.append(f"the loss head's sums over tokens (loss, weight and bias gradients) in {form.chunks} chunks")
+        checks.append(functools.partial(check_chunks, joint, rewritten))
+        joint = rewritten
+        rewritten = copy_step(joint) if form.tiles > 1 else joint
     else:
         form = replace(form, chunks=1)
     form = replace(form, tiles=tile_tokens(rewritten, form.tiles))
     if form.tiles > 1:
         contract.append(tiles_contract(form.tiles))
-    return rewritten, form, contract
+        checks.append(functools.partial(check_tiles, joint, rewritten))
+    return Rewritten(rewritten, form, contract, tuple(checks))
 
 
 def in_rows(joint: fx.GraphModule, embeddings: str) -> fx.GraphModule | None:

@@ -1,8 +1,9 @@
 """Checks I5, first half: the rewritten step computes exactly the captured graph (``schedule`` has the second).
 
 Both graphs are numbered by value (``numbering``), and every result of the step must have the number of the captured one.
-Everything else that a step graph says of its inputs, results, updates and values is made out again from the captured graph
-and compared: what a schedule is lowered from and an executor binds by must not be taken on trust.
+A result of a kernel is in memory of its own. Everything else that a step graph says of its inputs, results, updates and values
+is made out again from the captured graph and compared: what a schedule is lowered from and an executor binds by must not be
+taken on trust.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from mtcompile.passes.analysis.memory import owner
 from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.generators import generator_nbytes, save_rng
 from mtcompile.passes.proof.numbering import Number, Numbering, over_ranks, phase_of
@@ -85,6 +87,7 @@ def same_computation(joint: fx.GraphModule, step: fx.GraphModule) -> None:
     _same_updates(joint, step, results, rewritten)
     _same_collectives(joint, step, results, rewritten)
     _same_values(joint, step, captured, rewritten)
+    _results_of_their_own(step)
 
 
 def _whole_gradients(
@@ -290,6 +293,19 @@ def _of_rows(val: torch.Tensor, rows: int) -> torch.Tensor:
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return _layout(one)[:3] == _layout(other)[:3]
+
+
+def _results_of_their_own(step: fx.GraphModule) -> None:
+    """Checks that no result of a kernel is a view of an operand or of another result: it would be freed, or written over, with
+    what it views. A number does not tell a view from a copy, which has the same bits."""
+    kernels = {str(call.target): kernel_of(step, call) for call in calls(step) if is_region(call)}
+    for kernel in kernels.values():
+        held = set(placeholders(kernel.graph))
+        for output in body_outputs(kernel):
+            base: Any = owner(output)
+            base = base.args if base.target is operator.getitem else base  # an item of a call, however often it is taken
+            expect(base not in held, lambda o=output: f"{o.name} in memory of its own, found a view of an operand or a result")
+            held.add(base)
 
 
 def _expected(step: fx.GraphModule, call: fx.Node, item: fx.Node, captured: set[_Layout]) -> tuple[_Layout, int, str]:

@@ -16,13 +16,14 @@ import mtcompile
 from mtcompile import torch_private
 from mtcompile.capture import joint as joint_module
 from mtcompile.capture import tracing
-from mtcompile.capture.stamping.blocks import FEWEST, TRACED, selection_of
+from mtcompile.capture.stamping.blocks import FEWEST, TRACED, selection_of, structure
 from mtcompile.capture.tracing import trace_joint
 from mtcompile.errors import CaptureError
 from mtcompile.models.decoders import SHAPES, Decoder, Shape, fake
 from mtcompile.passes.graph_json import graph_to_json
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.step_graph import kernel_of, regions
+from tests.helpers.tracing import values
 
 BLOCKS, WIDTH = 6, 8
 
@@ -362,6 +363,46 @@ def test_blocks_that_are_not_traced_have_templates_with_the_same_neighbours(kind
 
 def test_all_blocks_are_traced_if_none_are_alike_or_there_are_few() -> None:
     assert selection_of("abcdefghij") is None and selection_of("aaaaa") is None
+
+
+class Holding(Block):
+    """Reads a constant that is another one in one of the blocks which are alike otherwise."""
+
+    def __init__(self, constant: Any, read: Callable[[Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.constant, self.read = constant, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.read(x, self.constant))
+
+
+HELD: dict[str, tuple[Any, Any, Callable[[Tensor, Any], Tensor]]] = {
+    "a number": (1.0, 1.0 + 2**-20, lambda x, held: x * held),
+    "a slice": (slice(4), slice(3), lambda x, held: x + x[..., held].sum(-1, keepdim=True)),
+    "a tensor": (torch.ones(WIDTH), torch.ones(WIDTH) + 2**-20, lambda x, held: x * held),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HELD)
+def test_a_constant_that_differs_in_one_block_shows(kind: str) -> None:
+    usual, unusual, read = HELD[kind]
+    numbers, x = iter(range(8)), torch.randn(2, 5, WIDTH)
+    model = Stack(lambda: Holding(unusual if next(numbers) == 4 else usual, read), 8).eval()
+    torch.compiler.reset()
+    traced = values(*trace_joint(model, {"x": x}))
+    model(x).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(torch.equal(gradients[name], traced[name]) for name in gradients)
+
+
+def test_arguments_that_print_alike_are_not_taken_for_equal() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    ones, other = torch.ones(2000), torch.ones(2000)
+    other[1000] = 2
+    texts = [structure(graph.call_function(torch.add, (x, held))) for held in (ones, ones, other)]
+    assert repr(ones) == repr(other) and texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Trace
 from mtcompile.runtime.verify import peak
 
-UNIT = 128  # bytes of one value; slots are a multiple, so that every size and offset is aligned
+UNIT = 256  # bytes of one value; slots are a multiple, so that every size and offset is aligned
 
 
 class Builder:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import mtcompile
 from mtcompile.kernels import eager, measure
 from mtcompile.kernels.eager import EagerKernels
+from mtcompile.passes.analysis.kernels import install
 from tests.helpers.tracing import trace
 
 CPU = torch.device("cpu")
@@ -44,6 +45,26 @@ def test_planning_measures_each_operation_once_and_no_kernel(monkeypatch: pytest
     actual = [run(kernel, CPU).workspace for kernel in bodies]
     assert all(most >= least for most, least in zip(planned, actual, strict=True)) and sum(planned) <= 1.01 * sum(actual) + 4096
     assert [kernels(kernel).workspace for kernel in bodies] == planned == [kernels.workspace(kernel) for kernel in bodies]
+
+
+def unchanged(x: torch.Tensor) -> torch.Tensor:
+    """An operation that returns its operand, and does not say so."""
+    return x
+
+
+def test_a_result_that_shares_memory_with_an_operand_or_another_result_is_copied() -> None:
+    graph, x = fx.Graph(), torch.randn(4, 4)
+    node = graph.placeholder("x")
+    doubled = graph.call_function(torch.ops.aten.mul.Tensor, (node, 2))
+    results = [graph.call_function(unchanged, (value,)) for value in (node, doubled)]
+    graph.output((results[0], doubled, results[1]))
+    for each in (node, doubled, *results):
+        each.meta["val"] = torch.empty(4, 4, device="meta")
+    owner = nn.Module()
+    kernel = owner.get_submodule(install(owner, {}, graph))
+    made = EagerKernels(CPU)(kernel).call(x)
+    assert torch.equal(made[0], x) and torch.equal(made[1], 2 * x) and torch.equal(made[2], 2 * x)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (x, *made)}) == 4
 
 
 def test_a_kernel_whose_results_hold_more_than_declared_is_measured_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,13 +158,13 @@ def test_overlap_is_of_bytes_in_one_arena() -> None:
 def test_text_is_one_line_per_instruction() -> None:
     lines = str(training()).splitlines()
     assert lines[0] == f"# {FORMAT}: 27 instructions, 15 buffers"
-    assert lines[1] == "# device: peak 960 B of 960 B, arena 384 B, resident 0 B"
+    assert lines[1] == "# device: peak 1.81 KiB of 1.81 KiB, arena 768 B, resident 0 B"
     listing = lines[-27:]
-    assert listing[0] == "    0 for h2d     alloc w0  [128 B device+0, param]"
-    assert listing[1] == "    1 for h2d     copy  p0 -> w0  [128 B]"
+    assert listing[0] == "    0 for h2d     alloc w0  [256 B device+0, param]"
+    assert listing[1] == "    1 for h2d     copy  p0 -> w0  [256 B]"
     assert listing[3] == "    3 for compute run   layer(w0, x) -> a0  waits #1"
     assert listing[14].endswith("layer_backward(v1, a0, t) -> g1, d  [workspace 64 B]  waits #11")
-    assert "# disk: peak 512 B of 512 B" in str(from_disk())
+    assert "# disk: peak 1.00 KiB of 1.00 KiB" in str(from_disk())
     label = Instruction("run", "host", "forward", kernel="adam", label="block 3")
     assert str(Schedule((label,), {}, {}, {}, {})).endswith("    0 for host    run   adam() -> ()  ; block 3")
 

@@ -204,7 +204,7 @@ CASES: dict[str, tuple[str, int | None, str, Callable[[], Schedule]]] = {
     "kernel on another tier": ("I1", RUN_A0, "p0 on tier host", lambda: edit(T, RUN_A0, reads=("p0", "x"))),
     "copy the wrong way": ("I1", COPY_W0, "found host -> device", lambda: edit(T, COPY_W0, queue="d2h")),
     "copy another value": ("I1", COPY_W0, "found p1 -> p0", lambda: edit(T, COPY_W0, reads=("p1",))),
-    "copy another size": ("I1", COPY_W0, "found 64 -> 128 B", lambda: edit_buffer(T, "p0", nbytes=64)),
+    "copy another size": ("I1", COPY_W0, "found 64 -> 256 B", lambda: edit_buffer(T, "p0", nbytes=64)),
     "read too early": ("I1", RUN_A0, "w0 complete before it is read", lambda: edit(T, RUN_A0, deps=())),
     "tangent in forward": ("I1", RUN_A0, "arrives with backward", lambda: edit(T, RUN_A0, reads=("w0", "t"))),
     "gradient read before it lands": ("I1", 4, "unordered", lambda: _no_deps(SCHEDULES["update_on_host"], "run", "n0")),
@@ -225,9 +225,9 @@ CASES: dict[str, tuple[str, int | None, str, Callable[[], Schedule]]] = {
         "expected p0 on tier host, for a part of it, found disk",
         lambda: edit(D, find(D, "copy", "w0"), reads=("p0", "x"), rows=("x",)),
     ),
-    "misaligned": ("I3", 0, "found w0 at 32", lambda: derive(edit_buffer(T, "w0", offset=32))),
-    "outside": ("I3", 0, "found w0 at 512 .. 640", lambda: derive(edit_buffer(T, "w0", offset=512))),
-    "below": ("I3", 0, "found w0 at -128 .. 0", lambda: edit_buffer(T, "w0", offset=-128)),
+    "misaligned": ("I3", 0, "steps of 256, found w0 at 64", lambda: derive(edit_buffer(T, "w0", offset=64))),  # as for a CPU
+    "outside": ("I3", 0, "found w0 at 1024 .. 1280", lambda: derive(edit_buffer(T, "w0", offset=1024))),
+    "below": ("I3", 0, "found w0 at -256 .. 0", lambda: edit_buffer(T, "w0", offset=-256)),
     "two lives in one slot": (
         "I3",
         find(offload(), "alloc", "s1"),
@@ -245,7 +245,7 @@ CASES: dict[str, tuple[str, int | None, str, Callable[[], Schedule]]] = {
     "peak": (
         "I3",
         14,
-        "device peak of at least 960 B",
+        "device peak of at least 1856 B",
         lambda: replace(T, peak_nbytes={**T.peak_nbytes, "device": 896}),
     ),
     "no peak": ("I3", None, "found none", lambda: replace(T, peak_nbytes={})),
@@ -357,8 +357,8 @@ def test_peak_counts_everything_held() -> None:
     for k in range(2):
         b.run("f", (x,), (b.pooled(f"y{k}", "output", returned=True),), workspace=64 * (2 - k))
     schedule = b.build()
-    assert peak(schedule) == {"device": 2 * UNIT + 64}  # 128 + 128 first, then 256 + 64
-    assert peak(replace(schedule, resident_nbytes={"device": 640, "disk": 64})) == {"device": 960, "disk": 64}
+    assert peak(schedule) == {"device": 2 * UNIT + 64}  # 256 + 128 first, then 512 + 64
+    assert peak(replace(schedule, resident_nbytes={"device": 640, "disk": 64})) == {"device": 1216, "disk": 64}
 
 
 def test_happens_before() -> None:

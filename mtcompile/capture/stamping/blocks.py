@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import fx
 
 from mtcompile.passes.step_graph import InputSpec, inputs_of
@@ -28,9 +30,19 @@ def references(node: fx.Node) -> list[fx.Node]:
     return operands
 
 
+_WRITTEN_IN_FULL = (int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout)
+
+
 def structure(node: fx.Node) -> str:
-    """Returns the arguments of a node as text, without its operands."""
-    return repr(fx.node.map_arg((node.args, node.kwargs), lambda _: "<operand>"))
+    """Returns the arguments of a node as text, without its operands. What does not print all that it holds, as tensors and
+    arrays do not, is itself alone."""
+
+    def written(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return fx.node.Node
+        return leaf if isinstance(leaf, _WRITTEN_IN_FULL) else (type(leaf), id(leaf))
+
+    return repr(fx.node.map_aggregate((node.args, node.kwargs), written))
 
 
 @dataclass(frozen=True, slots=True)

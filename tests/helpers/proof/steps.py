@@ -27,6 +27,7 @@ from mtcompile.passes.step_graph import (
     placeholders,
     prefetch,
     results,
+    storage_nbytes,
     update,
 )
 from mtcompile.runtime.schedule import ALIGNMENT, aligned
@@ -341,6 +342,31 @@ def exchange_operands(step: fx.GraphModule, rng: Random) -> Iterator[Site]:
             yield partial(_edited, step, edit, call.name, *rng.choice(pairs))
 
 
+def forget_a_clone(step: fx.GraphModule, rng: Random) -> Iterator[Site]:
+    """A kernel returns a view of an operand, or of another result, in place of a copy of it."""
+
+    def edit(copied: fx.GraphModule, nodes: Any, name: str, position: int) -> None:
+        region = nodes[name]
+        kernel = kernel_of(copied, region)
+        body = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        outputs = list(body.graph_copy(kernel.graph, env))
+        outputs[position] = outputs[position].args[0]
+        body.output(tuple(outputs))
+        aliasing = fx.GraphModule(torch.nn.Module(), body, class_name=f"{region.target}_aliasing")
+        aliasing.meta.update(kernel.meta, name=f"{region.target}_aliasing")
+        copied.add_module(f"{region.target}_aliasing", aliasing)
+        region.target = f"{region.target}_aliasing"
+        (item,) = (item for item in results(region) if item.args[1] == position)
+        val = outputs[position].meta["val"]
+        item.meta.update(val=val, nbytes=aligned(storage_nbytes(val)))
+
+    for call in filter(is_region, calls(step)):
+        for position, output in enumerate(body_outputs(kernel_of(step, call))):
+            if output.target is torch.ops.aten.clone.default and any(item.args[1] == position for item in results(call)):
+                yield partial(_edited, step, edit, call.name, position)
+
+
 # --------------------------------------------------------------------------------------------------- what nothing needs
 
 
@@ -398,6 +424,6 @@ _FUNCTIONS: tuple[Callable[[fx.GraphModule, Random], Iterator[Site]], ...] = (
     exchange_inputs, exchange_outputs, change_a_spec, exchange_constants, exchange_results_at_the_end, drop_a_scale,
     drop_all_scales, exchange_update_names, exchange_update_operands, forget_a_norm, forget_an_update, update_twice,
     change_a_dtype, change_a_casts_dtype, change_strides, change_bytes, change_a_role, change_a_tier, change_a_phase,
-    exchange_operands, fetch_for_nothing, fetch_and_drop,
+    exchange_operands, forget_a_clone, fetch_for_nothing, fetch_and_drop,
 )  # fmt: skip
 KINDS = {function.__name__: function for function in _FUNCTIONS}
