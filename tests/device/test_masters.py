@@ -32,6 +32,7 @@ def test_resident_parameters_are_updated_in_the_backward(precision: str, device:
         loss = compiled(x).square().mean()
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[2] < losses[1] < losses[0]
     with pytest.raises(StepError, match=r"2.weight and 0.weight share|0.weight and 2.weight share"):

@@ -121,6 +121,7 @@ def test_forward_here_and_backward_there() -> None:
         in_threads(loss.backward)
         wanted.backward()
         optimizer.step()
+        optimizer.zero_grad()
         other.step()
         other.zero_grad()
         assert torch.equal(loss, wanted)

@@ -56,6 +56,7 @@ def trained(model: Any, steps: int = 3) -> tuple[list[torch.Tensor], dict[str, t
         losses.append(model(x.to(next(nn.Module.parameters(model)).dtype)))
         losses[-1].backward()
         optimizer.step()
+        optimizer.zero_grad()
     model.synchronize()
     return [loss.detach() for loss in losses], {name: value.clone() for name, value in model.state_dict().items()}
 

@@ -29,6 +29,7 @@ def faulty(rank: int, count: int) -> dict[str, Any]:
     steps, (ours, optimizer) = batches(3, count), compiled(rank, update="backward")
     ours(*steps[0][rank]).backward()
     optimizer.step()
+    optimizer.zero_grad()
     weights = {name: value.clone() for name, value in ours.state_dict().items()}
     loss = ours(*steps[1][rank])
     if rank == 1:
@@ -146,6 +147,7 @@ def killed_among_updates(update: str, rank: int, count: int) -> dict[str, Any]:
     steps, (ours, optimizer) = batches(2, count), compiled(rank, update=update)
     ours(*steps[0][rank]).backward()
     optimizer.step()
+    optimizer.zero_grad()
     if rank == 1:
         ours._mt_model.door.shares.update = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     errors = []
@@ -153,6 +155,7 @@ def killed_among_updates(update: str, rank: int, count: int) -> dict[str, Any]:
         try:
             ours(*steps[1][rank]).backward()
             optimizer.step()
+            optimizer.zero_grad()
         except StepError as error:
             errors.append(str(error))
     return {"errors": errors}

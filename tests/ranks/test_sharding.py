@@ -212,6 +212,7 @@ def without_room(rank: int, count: int) -> dict[str, Any]:
             for batches_of_ranks in steps:
                 ours(*batches_of_ranks[rank]).backward()
                 optimizer.step()
+                optimizer.zero_grad()
         except mtcompile.BudgetError as error:
             minimum = error.minimum_bytes
             continue
@@ -300,6 +301,7 @@ def deeper(rank: int, count: int) -> list[str]:
         ours.deep = expected.deep = number > 1
         ours(*batches_of(number, count)[rank]).backward()
         optimizer.step()
+        optimizer.zero_grad()
         trained(expected, [batches_of(number, count)], lambda of: of_expected, hosts=len({*os.environ["HOSTS"]}))
     return differing(ours, expected)
 

@@ -207,6 +207,7 @@ def test_batches_of_two_sizes_take_turns_without_new_plans(tmp_path: Path, monke
     for rows in (4, 5, 4, 5, 4):
         model(torch.randn(rows, WIDTH)).backward()
         optimizer.step()
+        optimizer.zero_grad()
     assert len(planned) == 2
 
 

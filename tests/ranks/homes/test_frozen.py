@@ -29,6 +29,7 @@ def frozen(rank: int, count: int) -> dict[str, Any]:
     for of_ranks in steps:
         ours(*of_ranks[rank]).backward()
         optimizer.step()
+        optimizer.zero_grad()
     weight = ours.get_submodule("layers.1.up").weight
     before, same = mapping_of(weight), differing(ours, trained(frozen_model(), steps))
     value = weight.detach().clone()
