@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import traceback
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -63,6 +64,29 @@ class _SortableSet(set[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(sorted(repr(member) for member in set.__iter__(self)))
+
+
+def global_module_hooks() -> tuple[tuple[int, ...], ...]:
+    """The hooks that all modules have now, by their numbers. Dynamo calls them while it captures, and guards on none."""
+    module = torch.nn.modules.module
+    kinds = (
+        module._global_forward_pre_hooks,
+        module._global_forward_hooks,
+        module._global_backward_pre_hooks,
+        module._global_backward_hooks,
+        module._global_buffer_registration_hooks,
+        module._global_module_registration_hooks,
+        module._global_parameter_registration_hooks,
+    )
+    return tuple(tuple(kind) for kind in kinds) if any(kinds) else ()
+
+
+def traced_code() -> set[types.CodeType]:
+    """The code of the functions that have been traced, while a backend is called."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    return set(getattr(context, "traced_code", ()))
 
 
 def cause_in_dynamo(error: Exception) -> BaseException | None:
@@ -300,6 +324,45 @@ def leaving_out_absent_gradients() -> None:
         return traced
 
     owner.trace_forward_graph = trace_forward_graph
+
+
+# ---------------------------------------------------------------------------------------------------------------- deques
+
+
+@functools.cache
+def tracing_limits_of_deques() -> None:
+    """Lets Dynamo know how many items a deque from outside of the function may have at most, which it takes for as many as come."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import ConstantVariable, DequeVariable, builder
+
+    wraps, writes = builder.VariableBuilder.wrap_listlike, SideEffects.codegen_update_mutated
+    no_limit = ConstantVariable.create(None)
+
+    @functools.wraps(wraps)
+    def wrap_listlike(variables: Any, value: Any) -> Any:
+        variable: Any = wraps(variables, value)
+        if type(variable) is DequeVariable:
+            install_guard(AttrSource(variables.get_source(), "maxlen").make_guard(GuardBuilder.CONSTANT_MATCH))
+            variable.maxlen = ConstantVariable.create(value.maxlen)
+        return variable
+
+    @functools.wraps(writes)
+    def codegen_update_mutated(effects: Any, *args: Any, **kwargs: Any) -> Any:
+        """Writes what a deque holds in the end, which is within its limit, as into one without."""
+        deques = [variable for variable in effects._get_modified_vars() if type(variable) is DequeVariable]
+        limits = [deque.maxlen for deque in deques]
+        for deque in deques:
+            deque.maxlen = no_limit
+        try:
+            return writes(effects, *args, **kwargs)
+        finally:
+            for deque, limit in zip(deques, limits, strict=True):
+                deque.maxlen = limit
+
+    owner: Any = builder.VariableBuilder
+    owner.wrap_listlike, SideEffects.codegen_update_mutated = wrap_listlike, codegen_update_mutated
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoints
