@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -64,6 +65,14 @@ class _SortableSet(set[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(sorted(repr(member) for member in set.__iter__(self)))
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Tells whether ``torch.compile`` captures a module, or its forward, when it is called."""
+    if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module.forward, "_torchdynamo_orig_callable"):
+        return True
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
 
 def global_module_hooks() -> tuple[tuple[int, ...], ...]:

@@ -46,7 +46,7 @@ class _LendingDict(dict[str, Any]):
 
     def __init__(self, tensors: Mapping[str, Any], lend: Callable[[Any], Any]) -> None:
         super().__init__(tensors)
-        self._lend = lend
+        self._lend = lambda value: value if torch.compiler.is_dynamo_compiling() else lend(value)
 
     def __getitem__(self, name: str) -> Any:
         return self._lend(super().__getitem__(name))
