@@ -204,11 +204,31 @@ class CompiledModule(nn.Module):
         return copied  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saves (pickle, torch.save) as a plain model, which can be loaded without mtcompile."""
+        """Saves (pickle, torch.save) as a plain model, which can be loaded without mtcompile, and by ``weights_only`` as one."""
         make, arguments, *state = copy.deepcopy(self).__reduce_ex__(protocol)
         if make is copyreg.__newobj__:  # type: ignore[attr-defined]  # whose class must be that of the object itself
-            make, arguments = object.__new__, (arguments[0],)
+            return make, arguments, *state[:1], _PlainWhileAsked(self, arguments[0])
         return (make, arguments, *state)
+
+
+class _PlainWhileAsked:
+    """The items, none, that pickle asks for once it has compared a model's class: until then, or until it has failed, the model
+    has its plain class."""
+
+    def __init__(self, model: nn.Module, plain: type) -> None:
+        self._compiled = [(model, type(model))]
+        model.__class__ = plain
+
+    def __iter__(self) -> _PlainWhileAsked:
+        return self
+
+    def __next__(self) -> Any:
+        self.__del__()
+        raise StopIteration
+
+    def __del__(self) -> None:
+        while self._compiled:
+            model, model.__class__ = self._compiled.pop()
 
 
 def master_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
