@@ -30,6 +30,7 @@ from mtcompile.torch_private.autograd import (
     storage_id,
     total_norm,
 )
+from mtcompile.torch_private.data_writes import DataWrites
 from mtcompile.torch_private.dynamo import (
     break_after,
     capture_settings,
@@ -106,6 +107,7 @@ pytree = _pytree  # as a public name
 
 __all__ = [
     "AllocatorPeak",
+    "DataWrites",
     "LiveBytes",
     "OtherValues",
     "accumulating",
