@@ -93,9 +93,11 @@ def front_end(
     torch_private.leaving_out_absent_gradients()
     torch_private.tracing_wide_grouped_products()
     torch_private.tracing_limits_of_deques()
+    torch_private.without_reports_of_failures()
     methods = TracedMethods()
 
-    # ``fn`` by the settings that choose kernels, and the hooks of all modules: variants, each captured with other values; the one that ran last is the first
+    # ``fn`` by the settings that choose kernels, and the hooks of all modules: variants, each captured with other values; the
+    # one that ran last is the first
     captures: dict[tuple[Any, ...], list[Callable[..., Any]]] = {}
 
     def variant() -> Callable[..., Any]:

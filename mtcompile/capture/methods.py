@@ -1,4 +1,4 @@
-"""The methods that captures have traced, by the classes that they were found in: Dynamo does not guard that these stay the same."""
+"""The methods that captures have traced, by the classes that have them: Dynamo does not guard that they stay the same."""
 
 from __future__ import annotations
 

@@ -410,7 +410,7 @@ def check_versions(frame: Frame, description: Description, again: bool) -> None:
 
 
 _CHANGED_THROUGH_DATA = (
-    "{} was changed through .data between this forward and its backward, which plain PyTorch would compute with in part, and this "
+    "{} was changed through .data between this forward and its backward; plain PyTorch would compute with it in part, and this "
     "plan otherwise. Change it after backward, or before forward"
 )
 

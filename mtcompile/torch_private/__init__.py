@@ -55,6 +55,7 @@ from mtcompile.torch_private.dynamo import (
     tracing_limits_of_deques,
     tracing_new_leaves,
     without_break_warnings,
+    without_reports_of_failures,
 )
 from mtcompile.torch_private.kernels import (
     AllocatorPeak,
@@ -189,4 +190,5 @@ __all__ = [
     "within_a_graphs_mode",
     "without_break_warnings",
     "without_memory",
+    "without_reports_of_failures",
 ]

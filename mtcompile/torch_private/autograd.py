@@ -77,9 +77,10 @@ def function_mode() -> str | None:
 
 
 def in_transform() -> bool:
-    """Tells whether this call stands in a transform (``torch.func``, ``vmap``, ``make_fx``): Dynamo captures nothing there."""
-    transform = torch._C._functorch.peek_interpreter_stack()
-    return transform is not None or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    """Tells whether this call stands in a transform (``torch.func``, ``vmap``), or is traced by ``make_fx`` or
+    ``torch.jit.trace``: Dynamo captures nothing there."""
+    traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None or torch._C._is_tracing()
+    return traced or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_batched(tensor: torch.Tensor) -> bool:

@@ -1,5 +1,5 @@
-"""Changes through ``tensor.data``, which move no version counter. Whoever makes one first reads the attribute: a watched tensor is
-summed up then, before the other is handed out, and again when somebody wants to know."""
+"""Changes through ``tensor.data``, which move no version counter. Whoever makes one first reads the attribute: a watched tensor
+is summed up then, before the other is handed out, and again when somebody wants to know."""
 
 from __future__ import annotations
 

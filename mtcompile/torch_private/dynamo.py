@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile import knobs
 from mtcompile.errors import CaptureError
 from mtcompile.torch_private.thread_setting import ThreadSetting
 
@@ -214,6 +215,13 @@ def break_after(graph: fx.GraphModule) -> tuple[str, str]:
     return why, "".join(traceback.format_list(reason.user_stack))
 
 
+@functools.cache
+def without_reports_of_failures() -> None:
+    """Silences what torch logs of an operation that it cannot trace, while this thread captures: an error tells it in short."""
+    for name in ("torch._subclasses.fake_tensor", "torch._dynamo.utils"):
+        logging.getLogger(name).addFilter(lambda record: _refused.value is None or bool(knobs.debug()))
+
+
 @contextlib.contextmanager
 def without_break_warnings() -> Iterator[None]:
     """Silences torch's own advice on the first lines that part a graph."""
@@ -340,7 +348,7 @@ def leaving_out_absent_gradients() -> None:
 
 @functools.cache
 def tracing_limits_of_deques() -> None:
-    """Lets Dynamo know how many items a deque from outside of the function may have at most, which it takes for as many as come."""
+    """Lets Dynamo know how many items a deque from outside of the function may have: it takes each for one without a limit."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.source import AttrSource
@@ -370,8 +378,9 @@ def tracing_limits_of_deques() -> None:
             for deque, limit in zip(deques, limits, strict=True):
                 deque.maxlen = limit
 
-    owner: Any = builder.VariableBuilder
-    owner.wrap_listlike, SideEffects.codegen_update_mutated = wrap_listlike, codegen_update_mutated
+    reading: Any = builder.VariableBuilder
+    writing: Any = SideEffects
+    reading.wrap_listlike, writing.codegen_update_mutated = wrap_listlike, codegen_update_mutated
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoints

@@ -66,7 +66,7 @@ def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.Graph
 def _replace_by_number(node: fx.Node, number: complex) -> None:
     """Lets every user of a node take a Python number instead."""
     for user in list(node.users):
-        user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda operand: number if operand is node else operand)
+        user.args = fx.node.map_arg(user.args, lambda operand: number if operand is node else operand)
     node.graph.erase_node(node)
 
 

@@ -234,7 +234,7 @@ class GradientFreeCalls:
 
     def _modules(self, model: nn.Module) -> _Modules:
         if self._care is None:
-            opaque = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+            opaque: list[nn.Module] = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
             opaque += [inner for module in model.modules() if torch_private.is_compiled(module) for inner in module.modules()]
             self._care = _Modules(tuple(map(weakref.ref, keepers(model))), tuple(map(weakref.ref, opaque)))
         return self._care
