@@ -154,8 +154,8 @@ class CompiledModel:
         tensors = (*nn.Module.parameters(model), *model.buffers())
         if self.door.in_parts or any(tensor.device != self.device.where for tensor in tensors):
             raise StepError(
-                "the call stands in a transform or a trace (torch.func, vmap, make_fx), which runs the plain forward; expected "
-                f"all weights on {self.device.where}, found some elsewhere, where the plan keeps them. Call a plain copy in it: "
+                "the call stands in a transform or a trace (torch.func, vmap, make_fx), and runs the plain forward; it "
+                f"expects all weights on {self.device.where}, found some elsewhere, where the plan keeps them. Call a plain copy in it: "
                 f"copy.deepcopy(model).to({str(self.device.where)!r})"
             )
         return self._without_gradients.call(model, *args, **kwargs)
