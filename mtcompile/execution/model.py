@@ -155,8 +155,8 @@ class CompiledModel:
         if self.door.in_parts or any(tensor.device != self.device.where for tensor in tensors):
             raise StepError(
                 "the call stands in a transform or a trace (torch.func, vmap, make_fx), and runs the plain forward; it "
-                f"expects all weights on {self.device.where}, found some elsewhere, where the plan keeps them. Call a plain copy in it: "
-                f"copy.deepcopy(model).to({str(self.device.where)!r})"
+                f"expects all weights on {self.device.where}, found some where the plan keeps them. Call a plain copy "
+                f"in it: copy.deepcopy(model).to({str(self.device.where)!r})"
             )
         return self._without_gradients.call(model, *args, **kwargs)
 

@@ -72,8 +72,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Tells whether ``torch.compile`` captures a module, or its forward, when it is called."""
     if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module.forward, "_torchdynamo_orig_callable"):
         return True
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+    return isinstance(module, getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ()))
 
 
 def global_module_hooks() -> tuple[tuple[int, ...], ...]:
