@@ -40,8 +40,9 @@ class CompiledModule(nn.Module):
     ``compile`` changes the model in place (its class gains this one), so existing references see the compiled model.
     """
 
-    _mt_model: CompiledModel | None = None
-    _mt_masters: Masters | None = None  # of a model that was closed, as is its ``_mt_wholeness``
+    # As comments: torch.jit.script reads the annotations of the first class that has some.
+    _mt_model = None  # type: CompiledModel | None
+    _mt_masters = None  # type: Masters | None  # of a model that was closed, as is its ``_mt_wholeness``
 
     @property
     def _mt_open(self) -> CompiledModel:
@@ -207,11 +208,32 @@ class CompiledModule(nn.Module):
         return copied  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saves (pickle, torch.save) as a plain model, which can be loaded without mtcompile."""
+        """Saves (pickle, torch.save) as a plain model, which is loaded without mtcompile, also by ``weights_only``."""
         make, arguments, *state = copy.deepcopy(self).__reduce_ex__(protocol)
         if make is copyreg.__newobj__:  # type: ignore[attr-defined]  # whose class must be that of the object itself
-            make, arguments = object.__new__, (arguments[0],)
+            return make, arguments, *state[:1], _PlainWhileAsked(self, arguments[0])
         return (make, arguments, *state)
+
+
+class _PlainWhileAsked:
+    """The items, none, that pickle asks for once it has compared a model's class: until then, or until it has failed, the model
+    has its plain class."""
+
+    def __init__(self, model: nn.Module, plain: type) -> None:
+        self._compiled = [(model, type(model))]
+        model.__class__ = plain
+
+    def __iter__(self) -> _PlainWhileAsked:
+        return self
+
+    def __next__(self) -> Any:
+        self.__del__()
+        raise StopIteration
+
+    def __del__(self) -> None:
+        for model, compiled in self._compiled:
+            model.__class__ = compiled
+        self._compiled.clear()
 
 
 def master_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -380,7 +402,9 @@ def _compiling_subclass(cls: type[nn.Module], options: Options, device: Device, 
 
 def _compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Returns a subclass of the same name: libraries look models up by it, and write it into their configurations."""
-    attributes = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    attributes: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    ours = [name for name, value in vars(CompiledModule).items() if isinstance(value, property)]  # not for torch.jit.script
+    attributes["__jit_unused_properties__"] = [*ours, *getattr(cls, "__jit_unused_properties__", ())]
     return type(cls.__name__, (CompiledModule, cls), attributes)
 
 

@@ -129,6 +129,8 @@ def _encoded(value: Any) -> Any:
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, torch.device):
         return {"device": str(value)}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
     if isinstance(value, _Operator):
         return {"operator": str(value)}
     for kind, type_ in _ENUMERATIONS.items():
@@ -248,6 +250,8 @@ def _decoded(value: Any, env: Mapping[str, fx.Node]) -> Any:
         return env[content]
     if kind == "device":
         return torch.device(content)
+    if kind == "complex":
+        return complex(*content)
     if kind == "operator":
         return _operator(content)
     member = getattr(torch, content, None)

@@ -93,6 +93,11 @@ def describe(
                 f"input {node.name} is symbolic ({type(tensor).__name__}); expected tensors of static shape: "
                 "do not mark dimensions as dynamic"
             )
+        if tensor.is_conj():  # of which kernels would see what memory holds
+            raise CaptureError(
+                f"input {_input_name(node)} is a conjugate view (x.conj()); expected a tensor that holds its values: pass "
+                "x.conj().resolve_conj()"
+            )
         known = names(tensor)
         role, name = known if known else ("input", _input_name(node))
         on_device = role == "input" and device.type != "cpu" and tensor.device == device

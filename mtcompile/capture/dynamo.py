@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from mtcompile import progress, torch_private
 from mtcompile.capture import known_shapes
+from mtcompile.capture.methods import TracedMethods
 from mtcompile.capture.refusals import (
     NotOneGraph,
     may_part,
@@ -73,6 +74,7 @@ def front_end(
         if (leaf := torch_private.returned_leaf(graph.graph)) is not None:
             raise CaptureError(_LEAF + place_of([leaf]))
         state.programs[place] += 1
+        state.traced |= torch_private.traced_code()
         expecting = torch_private.expecting_values(graph)
         graph.meta["told"] = state.answers.told()
         program = expecting(backend(graph, inputs))
@@ -85,13 +87,17 @@ def front_end(
         graph.meta["is_part"] = True
         return checked(graph, inputs, place)
 
-    settings = {parts: torch_private.capture_settings(_MOST_SIGNATURES, parts) for parts in (False, True)}
+    capture_settings = {parts: torch_private.capture_settings(_MOST_SIGNATURES, parts) for parts in (False, True)}
     torch_private.leave_out_of_graphs(_logging_functions())
     torch_private.noting_arguments_of_checkpoints()
     torch_private.leaving_out_absent_gradients()
     torch_private.tracing_wide_grouped_products()
+    torch_private.tracing_limits_of_deques()
+    torch_private.without_reports_of_failures()
+    methods = TracedMethods()
 
-    # ``fn`` by the settings that choose kernels: variants, each captured with other values; the one that ran last is the first
+    # ``fn`` by the settings that choose kernels, and the hooks of all modules: variants, each captured with other values; the
+    # one that ran last is the first
     captures: dict[tuple[Any, ...], list[Callable[..., Any]]] = {}
 
     def variant() -> Callable[..., Any]:
@@ -103,10 +109,18 @@ def front_end(
     def call(*args: Any, **kwargs: Any) -> Any:
         if state.in_parts and _only_whole.get():
             raise CaptureError("expected a forward that is captured whole, found one that is captured in parts")
-        if state.is_full():
+        if state.is_full() or methods.changed():
             captures.clear()
             drop()
-        variants = captures.setdefault(torch_private.kernel_choices(device), [])
+        settings = *torch_private.kernel_choices(device), torch_private.global_module_hooks()
+        try:
+            return by_variant(captures.setdefault(settings, []), args, kwargs)
+        finally:
+            if state.traced:
+                methods.note(state.traced, args[0].modules() if args and isinstance(args[0], nn.Module) else ())
+                state.traced = set()
+
+    def by_variant(variants: list[Callable[..., Any]], args: Any, kwargs: Any) -> Any:
         for _ in tuple(variants):
             with contextlib.suppress(torch_private.OtherValues):
                 return captured(variants, args, kwargs)
@@ -119,7 +133,7 @@ def front_end(
         torch_private.forget_counted_frames()
         try:
             with (
-                settings[state.in_parts],
+                capture_settings[state.in_parts],
                 torch_private.mixing_devices(device),
                 refusing_random_numbers(_RANDOM),
                 plain_torch.plain_answers(state.answers),
@@ -174,7 +188,7 @@ class _State:
     """How one function is captured. ``takes``: the types of values that its captures take where the call's inputs decide them:
     truth values, of which there are two, and where there is no other way also numbers, of which each makes a capture of its
     own. ``in_parts``: it is captured in parts. ``breaks``: the lines between them that the user has been told of.
-    ``programs``: how many were made, since all were dropped."""
+    ``programs``: how many were made, since all were dropped. ``traced``: the code that the present call has traced."""
 
     answers: plain_torch.Answers
     takes: tuple[type, ...] = (bool,)
@@ -182,6 +196,7 @@ class _State:
     breaks: set[str] = field(default_factory=set)
     programs: Counter[str] = field(default_factory=Counter)  # by the line that the part ends before
     has_been_full: bool = False
+    traced: set[types.CodeType] = field(default_factory=set)
 
     def is_full(self) -> bool:
         """Tells whether all programs are to be dropped, because there are as many as may be. Warns the first time."""

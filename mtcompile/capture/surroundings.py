@@ -32,6 +32,11 @@ class Surroundings:
                 f"the call stands in {mode}, a TorchDispatchMode, which would see how a plan is made, and then none of the "
                 "operations of a plain run. Call the model outside of it, or call the plain model in it"
             )
+        if (mode := torch_private.function_mode()) is not None:
+            raise StepError(
+                f"the call stands in {mode}, a TorchFunctionMode, which would also see torch's functions that make and run a "
+                "plan. Call the model outside of it, or call the plain model in it"
+            )
         if self._looks < _MOST_LOOKS and torch_private.caches_casts():
             self._check_casts(parameters)
 

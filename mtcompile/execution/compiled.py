@@ -14,6 +14,7 @@ from torch import fx
 from mtcompile.capture.joint import Pattern, Tangents
 from mtcompile.execution.memory.fragments import index_of
 from mtcompile.passes.analysis.cost import Machine, crossing, kernel_us
+from mtcompile.passes.analysis.memory import owner
 from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
@@ -37,6 +38,7 @@ from mtcompile.runtime.executor import Prepared, prepare
 from mtcompile.runtime.schedule import PHASES, Instruction, Phase, Schedule, aligned, listed, way_of
 from mtcompile.runtime.trace import Record
 from mtcompile.runtime.usage import allocated_together
+from mtcompile.torch_private import DataWrites
 
 _OF_CALL = ("args_", "kwargs_")  # the names of a call's arguments begin so
 _MOST_SHAPES = 4  # in a signature
@@ -77,6 +79,12 @@ class CompiledStep:
                 fits = same_strides(gradient.shape, gradient.stride(), layouts[index].stride)
                 pattern[index] = self.tangents[index] if fits else tuple(gradient.stride())
         return tuple(pattern)
+
+    def outputs_of_backward(self) -> frozenset[int]:
+        """The outputs that a plain run saves for its backward."""
+        nodes = [node for node in self.joint.graph.nodes if node.meta.get("phase") == "backward"]
+        saved = {owner(operand) for node in nodes for operand in node.all_input_nodes}
+        return frozenset(spec.index for spec, node in outputs_of(self.joint) if spec.kind == "output" and owner(node) in saved)
 
     @property
     def signature(self) -> str:
@@ -171,7 +179,7 @@ class Frame:
     ``snapshots``: by input index, the buffers that the forward changes, as they were before. ``versions``: version counters of
     the inputs. ``sent_nbytes``: device bytes of the arguments that were sent there for it. ``spent``: its backward has begun.
     ``evicted``: its saved values are gone, so its backward runs the forward again. ``repeated``: an earlier backward of the
-    same forward has run.
+    same forward has run. ``writes``: what sees changes through ``.data`` of its inputs and outputs.
     """
 
     compiled: CompiledStep
@@ -188,11 +196,13 @@ class Frame:
     evicted: bool = False
     measured: bool = False
     repeated: bool = False
+    writes: DataWrites | None = None
 
     def hand_out(self, outputs: tuple[torch.Tensor, ...]) -> None:
         """Keeps weak references to the outputs that the caller receives: their ``grad_fn`` holds this frame."""
         self.outputs = tuple(weakref.ref(output) for output in outputs)
         self.output_versions = {i: outputs[i]._version for i in self.compiled.outputs_read_in_backward}
+        self.writes = DataWrites((*self.inputs, *outputs))
 
     @property
     def outputs_nbytes(self) -> int:

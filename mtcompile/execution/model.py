@@ -20,7 +20,7 @@ from mtcompile.capture.dynamo import front_end
 from mtcompile.capture.surroundings import Surroundings
 from mtcompile.distributed.door import RanksDoor
 from mtcompile.distributed.ranks import Ranks
-from mtcompile.errors import BudgetError, CaptureError, told_briefly
+from mtcompile.errors import BudgetError, CaptureError, StepError, told_briefly
 from mtcompile.execution.compiled import CompiledStep, LiveFrames
 from mtcompile.execution.elastic.replanner import follow_speeds
 from mtcompile.execution.memory.host_room import check_room
@@ -131,6 +131,8 @@ class CompiledModel:
         """Calls the model. Sends host tensors among the arguments to the device first. Raises StepError for a model that an
         error has left between two steps."""
         self.door.before_call()
+        if torch_private.in_transform():
+            return self._in_transform(args, kwargs)
         if self.device.where.type != "cpu":
             (args, kwargs), self.door.sent_nbytes = sent((args, kwargs), self.device.where)
         if self._may_be_lazy:
@@ -143,6 +145,20 @@ class CompiledModel:
                 return self._without_gradients(model, args, kwargs)
         with self.door.training_call():
             return self._run(args, kwargs)
+
+    def _in_transform(self, args: Any, kwargs: Any) -> Any:
+        """Runs the plain forward, beside the budget. Raises StepError for a model whose tensors it would not find there."""
+        model = self.door.model()
+        assert model is not None, "expected the model whose call this is"
+        self.session.drain()
+        tensors = (*nn.Module.parameters(model), *model.buffers())
+        if self.door.in_parts or any(tensor.device != self.device.where for tensor in tensors):
+            raise StepError(
+                "the call stands in a transform or a trace (torch.func, vmap, make_fx), and runs the plain forward; it "
+                f"expects all weights on {self.device.where}, found some where the plan keeps them. Call a plain copy "
+                f"in it: copy.deepcopy(model).to({str(self.device.where)!r})"
+            )
+        return self._without_gradients.call(model, *args, **kwargs)
 
     def _initializing(self, lazy: Mapping[nn.Module, str], args: Any, kwargs: Any) -> Any:
         """Calls a model with lazy modules, which get their parameters in this call."""

@@ -92,6 +92,11 @@ class Program:
     def __call__(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
         if self.collector.batch is not None and self.micro is None:
             return self._collect(self.collector.batch, inputs)
+        if torch_private.has_tangent(inputs):
+            raise StepError(
+                "the call gets a dual tensor of forward-mode differentiation (torch.autograd.forward_ad), and a plan has a "
+                "forward and a backward only. Use torch.func.jvp, which runs the plain forward"
+            )
         for spec, tensor in zip(self.description.inputs, inputs, strict=True):
             if spec.role == "param":
                 self.session.parameters.restore(spec.name, tensor)  # type: ignore[arg-type]
@@ -201,6 +206,12 @@ class _Step(torch.autograd.Function):
                 "backward was called after model.close(), for a forward before it; call it before you close the model"
             )
         frame: Frame | None = ctx.frame
+        if any(tangent is not None and torch_private.is_batched(tangent) for tangent in tangents):
+            raise StepError(
+                "backward was called for several gradients at once (vmap, is_grads_batched=True or vectorize=True), and a plan "
+                "has one backward. Call it for each gradient, with retain_graph=True, or use torch.func.jacrev, which runs the "
+                "plain forward"
+            )
         arriving = frozenset(i for i, tangent in enumerate(tangents) if tangent is not None)
         if frame is None or frame.spent or arriving & ctx.used:
             raise StepError(

@@ -386,11 +386,16 @@ def check_versions(frame: Frame, description: Description, again: bool) -> None:
     """Raises StepError if a tensor has changed since the forward, and the backward (or the forward, ``again``) reads it."""
     compiled = frame.compiled
     for index in range(len(frame.inputs)) if again else compiled.read_in_backward:
-        if index not in compiled.mutated and version_of(frame.inputs[index]) != frame.versions[index]:
+        if index in compiled.mutated:
+            continue
+        spec, tensor = description.inputs[index], frame.inputs[index]
+        if version_of(tensor) != frame.versions[index]:
             raise StepError(
-                f"{description.inputs[index].name} was changed in place between this forward and its backward; the "
+                f"{spec.name} was changed in place between this forward and its backward; the "
                 "gradients would be of other values. Step the optimizer after backward, or clone what you change"
             )
+        if _is_other(frame, tensor, description, again, in_place=spec.role == "param"):
+            raise StepError(_CHANGED_THROUGH_DATA.format(spec.name))
     for index, version in frame.output_versions.items():
         output = frame.outputs[index]()
         if output is not None and output._version != version:
@@ -398,3 +403,22 @@ def check_versions(frame: Frame, description: Description, again: bool) -> None:
                 f"output {description.computed[index][0]} was changed in place before backward, which needs it; "
                 "clone it before changing it"
             )
+    for index, reference in enumerate(frame.outputs):
+        output = reference()
+        if output is not None and _is_other(frame, output, description, again) and index in compiled.outputs_of_backward():
+            raise StepError(_CHANGED_THROUGH_DATA.format(f"output {description.computed[index][0]}"))
+
+
+_CHANGED_THROUGH_DATA = (
+    "{} was changed through .data between this forward and its backward; plain PyTorch would compute with it in part, and this "
+    "plan otherwise. Change it after backward, or before forward"
+)
+
+
+def _is_other(frame: Frame, tensor: torch.Tensor, description: Description, again: bool, in_place: bool = False) -> bool:
+    """Tells whether a change of a tensor through ``.data`` makes another difference than in a plain run, whose backward reads
+    the tensor itself. So does that of a plan which keeps everything where it is, and casts nothing; new memory it sees only
+    where it reads the tensor ``in_place``."""
+    change = "" if frame.writes is None else frame.writes.change_of(tensor)
+    by_reference = not again and frame.compiled.plan.all_resident and not any(enabled for _, enabled, _ in description.autocast)
+    return bool(change) and not (by_reference and (in_place or change == "written"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -93,6 +93,37 @@ def dispatch_mode() -> str | None:
     modes: list[Any] = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     hiding = [mode for mode in modes if not getattr(mode, "ignore_compile_internals", bool)()]
     return type(hiding[-1]).__name__ if hiding else None
+
+
+def function_mode() -> str | None:
+    """The name of the user's innermost TorchFunctionMode; None if there is none but torch's own, such as a default device."""
+    if not torch._C._len_torch_function_stack():
+        return None
+    modes = [type(mode) for mode in torch.overrides._get_current_function_mode_stack()]
+    users = [mode.__name__ for mode in modes if not mode.__module__.startswith("torch.")]
+    return users[-1] if users else None
+
+
+def in_transform() -> bool:
+    """Tells whether this call stands in a transform (``torch.func``, ``vmap``), or is traced by ``make_fx`` or
+    ``torch.jit.trace``: Dynamo captures nothing there."""
+    traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None or torch._C._is_tracing()
+    return traced or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor stands for several, within ``vmap`` or a backward with ``is_grads_batched=True``."""
+    wrapped = torch._C._functorch
+    return bool(wrapped.is_functorch_wrapped_tensor(tensor) or wrapped.is_legacy_batchedtensor(tensor))
+
+
+def has_tangent(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tells whether a tensor carries a tangent of forward-mode differentiation (``torch.autograd.forward_ad``)."""
+    from torch.autograd import forward_ad
+
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def in_capture() -> bool:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import traceback
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
+from mtcompile import knobs
 from mtcompile.errors import CaptureError
 from mtcompile.torch_private.thread_setting import ThreadSetting
 
@@ -63,6 +66,36 @@ class _SortableSet(set[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(sorted(repr(member) for member in set.__iter__(self)))
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Tells whether ``torch.compile`` captures a module, or its forward, when it is called."""
+    if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module.forward, "_torchdynamo_orig_callable"):
+        return True
+    return isinstance(module, getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ()))
+
+
+def global_module_hooks() -> tuple[tuple[int, ...], ...]:
+    """The hooks that all modules have now, by their numbers. Dynamo calls them while it captures, and guards on none."""
+    module = torch.nn.modules.module
+    kinds = (
+        module._global_forward_pre_hooks,
+        module._global_forward_hooks,
+        module._global_backward_pre_hooks,
+        module._global_backward_hooks,
+        module._global_buffer_registration_hooks,
+        module._global_module_registration_hooks,
+        module._global_parameter_registration_hooks,
+    )
+    return tuple(tuple(kind) for kind in kinds) if any(kinds) else ()
+
+
+def traced_code() -> set[types.CodeType]:
+    """The code of the functions that have been traced, while a backend is called."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    return set(getattr(context, "traced_code", ()))
 
 
 def cause_in_dynamo(error: Exception) -> BaseException | None:
@@ -179,6 +212,13 @@ def break_after(graph: fx.GraphModule) -> tuple[str, str]:
         return "", ""
     why = next((line.strip() for line in reason.reason.splitlines() if line.strip()), "")
     return why, "".join(traceback.format_list(reason.user_stack))
+
+
+@functools.cache
+def without_reports_of_failures() -> None:
+    """Silences what torch logs of an operation that it cannot trace, while this thread captures: an error tells it in short."""
+    for name in ("torch._subclasses.fake_tensor", "torch._dynamo.utils"):
+        logging.getLogger(name).addFilter(lambda record: _refused.value is None or bool(knobs.debug()))
 
 
 @contextlib.contextmanager
@@ -300,6 +340,46 @@ def leaving_out_absent_gradients() -> None:
         return traced
 
     owner.trace_forward_graph = trace_forward_graph
+
+
+# ---------------------------------------------------------------------------------------------------------------- deques
+
+
+@functools.cache
+def tracing_limits_of_deques() -> None:
+    """Lets Dynamo know how many items a deque from outside of the function may have: it takes each for one without a limit."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import ConstantVariable, DequeVariable, builder
+
+    wraps, writes = builder.VariableBuilder.wrap_listlike, SideEffects.codegen_update_mutated
+    no_limit = ConstantVariable.create(None)
+
+    @functools.wraps(wraps)
+    def wrap_listlike(variables: Any, value: Any) -> Any:
+        variable: Any = wraps(variables, value)
+        if type(variable) is DequeVariable:
+            install_guard(AttrSource(variables.get_source(), "maxlen").make_guard(GuardBuilder.CONSTANT_MATCH))
+            variable.maxlen = ConstantVariable.create(value.maxlen)
+        return variable
+
+    @functools.wraps(writes)
+    def codegen_update_mutated(effects: Any, *args: Any, **kwargs: Any) -> Any:
+        """Writes what a deque holds in the end, which is within its limit, as into one without."""
+        deques = [variable for variable in effects._get_modified_vars() if type(variable) is DequeVariable]
+        limits = [deque.maxlen for deque in deques]
+        for deque in deques:
+            deque.maxlen = no_limit
+        try:
+            return writes(effects, *args, **kwargs)
+        finally:
+            for deque, limit in zip(deques, limits, strict=True):
+                deque.maxlen = limit
+
+    reading: Any = builder.VariableBuilder
+    writing: Any = SideEffects
+    reading.wrap_listlike, writing.codegen_update_mutated = wrap_listlike, codegen_update_mutated
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoints

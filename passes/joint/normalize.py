@@ -50,6 +50,8 @@ def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.Graph
         if node.op == "call_function" and node.target in _IDENTITIES:
             node.replace_all_uses_with(node.args[0])
             joint.graph.erase_node(node)
+        elif node.op == "call_function" and node.target is aten._conj.default and isinstance(node.args[0], complex):
+            _replace_by_number(node, node.args[0].conjugate())  # the gradient of a product with a Python number conjugates it
     _fill_factories(joint.graph)
     _correct_copies(joint.graph)
     _correct_statistics(joint.graph)
@@ -59,6 +61,13 @@ def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.Graph
     drop_dead(joint.graph)
     joint.graph.lint()
     return lazy(joint)
+
+
+def _replace_by_number(node: fx.Node, number: complex) -> None:
+    """Lets every user of a node take a Python number instead."""
+    for user in list(node.users):
+        user.args = fx.node.map_arg(user.args, lambda operand: number if operand is node else operand)
+    node.graph.erase_node(node)
 
 
 def _lift_constants(joint: fx.GraphModule) -> None:

@@ -106,3 +106,11 @@ def test_values_that_are_no_tensors(size: object) -> None:
 def test_text_that_is_too_deep() -> None:
     with pytest.raises(GraphFormatError):
         graph_from_json('{"format": "mtcompile-graph-1", "nodes": ' + "[" * 100_000 + "]" * 100_000 + "}")
+
+
+def test_a_complex_number_is_written_and_read() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.ops.aten.mul.Tensor, (x, 2 - 1j)))
+    read = graph_from_json(graph_to_json(fx.GraphModule(torch.nn.Module(), graph)))
+    assert next(node.args[1] for node in read.graph.nodes if node.op == "call_function") == 2 - 1j

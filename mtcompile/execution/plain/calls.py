@@ -52,7 +52,7 @@ class _Room:
 @dataclass(frozen=True, slots=True)
 class _Homes:
     """The tensors of a model that are on the host. ``lent``: those that are on the device while they are read. ``held``: those
-    that are there for the whole call, as they share memory or scripted code reads them. ``odd``: those that can be neither.
+    that are there for the whole call, as they share memory or opaque modules read them. ``odd``: those that can be neither.
     ``unseen``: ids of those that may change without a sign."""
 
     lent: list[torch.Tensor]
@@ -67,11 +67,11 @@ class _Homes:
 
 @dataclass(frozen=True, slots=True)
 class _Modules:
-    """Modules that need care. ``keeping``: those that hold parameters in other places too. ``scripted``: those whose code reads
-    them from C++."""
+    """Modules that need care. ``keeping``: those that hold parameters in other places too. ``opaque``: those whose code is not
+    run by Python as it stands: TorchScript's, and what ``torch.compile`` captures."""
 
     keeping: tuple[weakref.ref[nn.Module], ...]
-    scripted: tuple[weakref.ref[nn.Module], ...]
+    opaque: tuple[weakref.ref[nn.Module], ...]
 
 
 class GradientFreeCalls:
@@ -234,8 +234,9 @@ class GradientFreeCalls:
 
     def _modules(self, model: nn.Module) -> _Modules:
         if self._care is None:
-            scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
-            self._care = _Modules(tuple(map(weakref.ref, keepers(model))), tuple(map(weakref.ref, scripted)))
+            opaque: list[nn.Module] = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+            opaque += [inner for module in model.modules() if torch_private.is_compiled(module) for inner in module.modules()]
+            self._care = _Modules(tuple(map(weakref.ref, keepers(model))), tuple(map(weakref.ref, opaque)))
         return self._care
 
     def _homes(self, model: nn.Module) -> _Homes:
@@ -243,8 +244,8 @@ class GradientFreeCalls:
         tensors: list[torch.Tensor] = [p for _, p in nn.Module.named_parameters(model) if tiers.get(id(p)) != "device"]
         if self._where.type != "cpu":
             tensors += model.buffers()
-        scripted = {
-            id(t) for m in _alive(self._modules(model).scripted) for t in (*m._parameters.values(), *m._buffers.values())
+        read_unseen = {
+            id(t) for m in _alive(self._modules(model).opaque) for t in (*m._parameters.values(), *m._buffers.values())
         }
         homes = _Homes([], [], [], changed_unseen(model) if self._where.type != "cpu" else set())
         for tensor in tensors:
@@ -252,7 +253,7 @@ class GradientFreeCalls:
                 continue
             if type(tensor) not in (nn.Parameter, torch.Tensor) or tensor.layout != torch.strided or tensor.is_inference():
                 homes.odd.append(tensor)
-            elif id(tensor) not in scripted and is_lendable(tensor, 2 if id(tensor) in tiers else 1):
+            elif id(tensor) not in read_unseen and is_lendable(tensor, 2 if id(tensor) in tiers else 1):
                 homes.lent.append(tensor)
             else:
                 homes.held.append(tensor)

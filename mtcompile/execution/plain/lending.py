@@ -46,7 +46,10 @@ class _LendingDict(dict[str, Any]):
 
     def __init__(self, tensors: Mapping[str, Any], lend: Callable[[Any], Any]) -> None:
         super().__init__(tensors)
-        self._lend = lend
+        self._lend_now = lend
+
+    def _lend(self, value: Any) -> Any:
+        return value if torch.compiler.is_dynamo_compiling() else self._lend_now(value)
 
     def __getitem__(self, name: str) -> Any:
         return self._lend(super().__getitem__(name))
