@@ -167,6 +167,12 @@ def is_check(node: fx.Node) -> bool:
     return node.op == "call_function" and schema is not None and not schema.returns
 
 
+def writes(node: fx.Node) -> bool:
+    """True for an operation that changes an operand in place."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
 def must_run(node: fx.Node) -> bool:
     """True for an operation that a run needs even if nothing reads its results."""
     return is_random(node) or is_check(node)

@@ -383,10 +383,12 @@ def pooled_nbytes(schedule: Schedule) -> int:
 
 
 def check_versions(frame: Frame, description: Description, again: bool) -> None:
-    """Raises StepError if a tensor has changed since the forward, and the backward (or the forward, ``again``) reads it."""
+    """Raises StepError if a tensor has changed since the forward, and the backward (or the forward, ``again``) reads it. What
+    the backward changes it reads as it is now, as in a plain run."""
     compiled = frame.compiled
+    kept = compiled.mutated | compiled.changed_in_backward
     for index in range(len(frame.inputs)) if again else compiled.read_in_backward:
-        if index not in compiled.mutated and version_of(frame.inputs[index]) != frame.versions[index]:
+        if index not in kept and version_of(frame.inputs[index]) != frame.versions[index]:
             raise StepError(
                 f"{description.inputs[index].name} was changed in place between this forward and its backward; the "
                 "gradients would be of other values. Step the optimizer after backward, or clone what you change"
