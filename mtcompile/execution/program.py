@@ -14,6 +14,7 @@ from mtcompile.capture.outputs import Constant, Passed, rebuilt
 from mtcompile.compiler import CapturedStep
 from mtcompile.errors import CaptureError, StepError, told_briefly
 from mtcompile.execution.compiled import CompiledStep, Frame
+from mtcompile.execution.memory.fragments import index_of
 from mtcompile.execution.memory.shortage import with_retry
 from mtcompile.execution.second_order import differentiable_gradients
 from mtcompile.execution.session import CompiledSteps, Session
@@ -214,6 +215,8 @@ class _Step(torch.autograd.Function):
             wanted = ctx.needs_input_grad[2:]
             ctx.used = ctx.used if keeps else ctx.used | arriving
             return None, None, *differentiable_gradients(session, program.description, frame, tangents, wanted)
+        if arriving:
+            _check_runs_whole(ctx, frame, program.description)
         ctx.frame = None
         if not arriving:
             return (None,) * (2 + len(frame.inputs))
@@ -231,3 +234,19 @@ class _Step(torch.autograd.Function):
         else:
             ctx.model = None
         return (None, None, *gradients)
+
+
+def _check_runs_whole(ctx: Any, frame: Frame, description: Description) -> None:
+    """Raises StepError where a plain run would compute only some gradients, and so perhaps not change what the whole backward
+    changes in place."""
+    compiled = frame.compiled
+    if not compiled.changed_in_backward:
+        return
+    made = {spec.index for spec, _ in compiled.outputs if spec.kind in ("grad", "update")}
+    inputs = [index_of(spec) for spec, _ in compiled.inputs if spec.index in made and spec.role != "tangent"]
+    if missing := [index for index in inputs if not torch_private.asks_for(ctx, index)]:
+        raise StepError(
+            f"the backward of this model changes {description.inputs[min(compiled.changed_in_backward)].name} in place, "
+            f"and was called for some gradients alone, without that of {description.inputs[missing[0]].name}: a plain run may "
+            "not come to that change. Ask for all gradients, as loss.backward() does"
+        )

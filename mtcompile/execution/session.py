@@ -8,7 +8,7 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -251,7 +251,9 @@ class Session:
                 check_versions(frame, captured.description, again)  # of all that the forward reads
                 self.frames.in_backward = True
                 try:
-                    frame = self._run_again(frame, compile_again(traced))
+                    compiled = compile_again(traced)
+                    _check_unchanged(frame, captured.description, compiled.snapshots - frame.snapshots.keys())
+                    frame = self._run_again(frame, compiled)
                 finally:
                     self.frames.in_backward = False
             with self.door.phase(frame.compiled, "backward"):
@@ -387,16 +389,21 @@ def check_versions(frame: Frame, description: Description, again: bool) -> None:
     the backward changes it reads as it is now, as in a plain run."""
     compiled = frame.compiled
     kept = compiled.mutated | compiled.changed_in_backward
-    for index in range(len(frame.inputs)) if again else compiled.read_in_backward:
-        if index not in kept and version_of(frame.inputs[index]) != frame.versions[index]:
-            raise StepError(
-                f"{description.inputs[index].name} was changed in place between this forward and its backward; the "
-                "gradients would be of other values. Step the optimizer after backward, or clone what you change"
-            )
+    read = range(len(frame.inputs)) if again else compiled.read_in_backward
+    _check_unchanged(frame, description, [index for index in read if index not in kept])
     for index, version in frame.output_versions.items():
         output = frame.outputs[index]()
         if output is not None and output._version != version:
             raise StepError(
                 f"output {description.computed[index][0]} was changed in place before backward, which needs it; "
                 "clone it before changing it"
+            )
+
+
+def _check_unchanged(frame: Frame, description: Description, indices: Iterable[int]) -> None:
+    for index in indices:
+        if version_of(frame.inputs[index]) != frame.versions[index]:
+            raise StepError(
+                f"{description.inputs[index].name} was changed in place between this forward and its backward; the "
+                "gradients would be of other values. Step the optimizer after backward, or clone what you change"
             )
