@@ -115,11 +115,11 @@ def take_changes(joint: fx.GraphModule) -> dict[fx.Node, fx.Node]:
 
 def changed_after_forward(joint: fx.GraphModule, value: fx.Node) -> bool:
     """Tells whether a result of the forward, in a joint graph as torch traces it, is what the backward has made of it: torch
-    returns what its memory holds in the end, and marks what the forward computes."""
+    returns what its memory holds in the end. It marks what the forward computes and takes, where there is a backward."""
     while value.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
         value = value.all_input_nodes[0]
-    tags = {node.meta.get("partitioner_tag") for node in joint.graph.nodes}
-    return "is_backward" in tags and value.meta.get("partitioner_tag") != "is_forward"
+    marked = any("partitioner_tag" in node.meta for node in joint.graph.find_nodes(op="placeholder"))
+    return marked and value.meta.get("partitioner_tag") != "is_forward"
 
 
 def changing_in_backward(graph: fx.GraphModule, storages: Set[int]) -> list[fx.Node]:
@@ -130,5 +130,6 @@ def changing_in_backward(graph: fx.GraphModule, storages: Set[int]) -> list[fx.N
         operands = [operand.meta.get("example_value") for operand in node.all_input_nodes]
         if any(isinstance(each, torch.Tensor) and torch_private.storage_id(each) in storages for each in operands):
             bodies = [getattr(graph, str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"]
-            changing += [inner for body in bodies[-1:] for inner in body.graph.nodes if changes_operand(inner)]
+            calls = (call for body in bodies[-1:] for call in body.graph.nodes if call.op != "placeholder")
+            changing += filter(changes_operand, calls)
     return changing

@@ -264,9 +264,10 @@ def _new_version(description: Description, changed: fx.Node, value: fx.Node) -> 
 
 def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tells whether two tensors of one storage lie between bytes that both have."""
-    spans = [(t.storage_offset() * t.element_size(), t.storage_offset() * t.element_size() + span_nbytes(t)) for t in (one, other)]
-    (start, end), (begin, stop) = spans
-    return torch_private.storage_id(one) == torch_private.storage_id(other) and start < stop and begin < end
+    if torch_private.storage_id(one) != torch_private.storage_id(other):
+        return False
+    start, begin = (tensor.storage_offset() * tensor.element_size() for tensor in (one, other))
+    return start < begin + span_nbytes(other) and begin < start + span_nbytes(one)
 
 
 def _changed_after_forward(description: Description, spec: OutputSpec, value: fx.Node) -> str:

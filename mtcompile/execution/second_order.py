@@ -26,11 +26,12 @@ def differentiable_gradients(
     session: Session, description: Description, frame: Frame, tangents: Sequence[torch.Tensor | None], wanted: Sequence[bool]
 ) -> Gradients:
     """Returns the gradient of each input of a forward, None where it is not ``wanted`` or there is none. ``tangents``: a
-    gradient for each computed output. Raises StepError for inputs that have changed or that the backward changes, and BudgetError."""
+    gradient for each computed output. Raises StepError for inputs that have changed, or that the backward changes, and
+    BudgetError."""
     for index in frame.compiled.changed_in_backward:
         raise StepError(
-            f"backward was called with create_graph=True, and the backward of this model changes {description.inputs[index].name} "
-            "in place, which cannot be differentiated; expected create_graph=False, or a backward that changes nothing"
+            f"backward was called with create_graph=True, and changes {description.inputs[index].name} in place, which cannot "
+            "be differentiated; expected create_graph=False, or a backward that changes nothing"
         )
     check_versions(frame, description, again=True)
     plain = PlainGraph(_peak_nbytes(description, tangents, wanted) + _copied_nbytes(frame))
