@@ -125,7 +125,7 @@ def changed_after_forward(joint: fx.GraphModule, value: fx.Node) -> bool:
 def changing_in_backward(graph: fx.GraphModule, storages: Set[int]) -> list[fx.Node]:
     """Returns the calls that change something in place in the backwards and hooks, in Dynamo's graph, that are given a tensor
     of one of these storages."""
-    changing = []
+    changing: list[fx.Node] = []
     for node in graph.graph.nodes:
         operands = [operand.meta.get("example_value") for operand in node.all_input_nodes]
         if any(isinstance(each, torch.Tensor) and torch_private.storage_id(each) in storages for each in operands):
