@@ -169,8 +169,7 @@ def is_check(node: fx.Node) -> bool:
 
 def writes(node: fx.Node) -> bool:
     """True for an operation that changes an operand in place."""
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and schema.is_mutable
+    return node.op == "call_function" and bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 def must_run(node: fx.Node) -> bool:

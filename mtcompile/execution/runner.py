@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from mtcompile import knobs
+from mtcompile.capture.description import Description
 from mtcompile.capture.refusals import first_line
-from mtcompile.errors import CaptureError, device_ended, ends_device, shows_part
+from mtcompile.errors import CaptureError, StepError, device_ended, ends_device, shows_part
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames, retimed
 from mtcompile.execution.memory.arenas import ArenaPool
 from mtcompile.execution.memory.disk_room import direct_reader
@@ -346,6 +347,32 @@ def without_base(tensor: torch.Tensor) -> torch.Tensor:
 def version_of(tensor: torch.Tensor) -> int:
     """Returns the counter that in-place changes raise; 0 for tensors of torch.inference_mode, which have none."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def check_versions(frame: Frame, description: Description, again: bool) -> None:
+    """Raises StepError if a tensor has changed since the forward, and the backward (or the forward, ``again``) reads it. What
+    the backward changes it reads as it is now, as in a plain run."""
+    compiled = frame.compiled
+    kept = compiled.mutated | compiled.changed_in_backward
+    read = range(len(frame.inputs)) if again else compiled.read_in_backward
+    check_unchanged(frame, description, [index for index in read if index not in kept])
+    for index, version in frame.output_versions.items():
+        output = frame.outputs[index]()
+        if output is not None and output._version != version:
+            raise StepError(
+                f"output {description.computed[index][0]} was changed in place before backward, which needs it; "
+                "clone it before changing it"
+            )
+
+
+def check_unchanged(frame: Frame, description: Description, indices: Iterable[int]) -> None:
+    """Raises StepError if one of these inputs has changed since the forward."""
+    for index in indices:
+        if version_of(frame.inputs[index]) != frame.versions[index]:
+            raise StepError(
+                f"{description.inputs[index].name} was changed in place between this forward and its backward; the "
+                "gradients would be of other values. Step the optimizer after backward, or clone what you change"
+            )
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ from mtcompile.capture.description import Description
 from mtcompile.capture.outputs import fake_of
 from mtcompile.errors import StepError
 from mtcompile.execution.compiled import Frame, PlainGraph
-from mtcompile.execution.session import Session, check_versions
+from mtcompile.execution.runner import check_versions
+from mtcompile.execution.session import Session
 from mtcompile.passes.generators import rng_preserved, set_generator_state
 from mtcompile.runtime.devices.arena import span_nbytes
 

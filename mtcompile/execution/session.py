@@ -8,18 +8,18 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from mtcompile import knobs, progress, torch_private
-from mtcompile.capture.description import Description, enabled_autocast
+from mtcompile.capture.description import enabled_autocast
 from mtcompile.capture.refusals import not_compiled, place_of, refuse
 from mtcompile.capture.tracing import collecting_later
 from mtcompile.compiler import CapturedStep, Searched, Target, compile_step
-from mtcompile.errors import BudgetError, MtcompileError, StepError
+from mtcompile.errors import BudgetError, MtcompileError
 from mtcompile.execution.calibration import Calibrator, known_machine, speeds
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames, PlainGraph
 from mtcompile.execution.door import Door
@@ -29,7 +29,7 @@ from mtcompile.execution.memory.arenas import ArenaPool
 from mtcompile.execution.memory.host_room import Watchdog
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.memory.shortage import with_retry
-from mtcompile.execution.runner import PhaseRun, Runner, version_of, without_autocast
+from mtcompile.execution.runner import PhaseRun, Runner, check_unchanged, check_versions, without_autocast
 from mtcompile.kernels.toolchain import toolchain_for
 from mtcompile.options import Options
 from mtcompile.passes.generators import rng_preserved, set_generator_state
@@ -252,7 +252,7 @@ class Session:
                 self.frames.in_backward = True
                 try:
                     compiled = compile_again(traced)
-                    _check_unchanged(frame, captured.description, compiled.snapshots - frame.snapshots.keys())
+                    check_unchanged(frame, captured.description, compiled.snapshots - frame.snapshots.keys())
                     frame = self._run_again(frame, compiled)
                 finally:
                     self.frames.in_backward = False
@@ -382,28 +382,3 @@ def pooled_nbytes(schedule: Schedule) -> int:
     """Returns the most device bytes that a step allocates beside its arena and resident parameters."""
     placed = schedule.arena_nbytes.get("device", 0) + schedule.resident_nbytes.get("device", 0)
     return schedule.peak_nbytes["device"] - placed
-
-
-def check_versions(frame: Frame, description: Description, again: bool) -> None:
-    """Raises StepError if a tensor has changed since the forward, and the backward (or the forward, ``again``) reads it. What
-    the backward changes it reads as it is now, as in a plain run."""
-    compiled = frame.compiled
-    kept = compiled.mutated | compiled.changed_in_backward
-    read = range(len(frame.inputs)) if again else compiled.read_in_backward
-    _check_unchanged(frame, description, [index for index in read if index not in kept])
-    for index, version in frame.output_versions.items():
-        output = frame.outputs[index]()
-        if output is not None and output._version != version:
-            raise StepError(
-                f"output {description.computed[index][0]} was changed in place before backward, which needs it; "
-                "clone it before changing it"
-            )
-
-
-def _check_unchanged(frame: Frame, description: Description, indices: Iterable[int]) -> None:
-    for index in indices:
-        if version_of(frame.inputs[index]) != frame.versions[index]:
-            raise StepError(
-                f"{description.inputs[index].name} was changed in place between this forward and its backward; the "
-                "gradients would be of other values. Step the optimizer after backward, or clone what you change"
-            )
