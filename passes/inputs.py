@@ -35,7 +35,8 @@ class InputSpec:
     """The source of a placeholder's tensor. ``index``: position among the program's inputs; for a tangent, the
     position of its output; -1 for a constant. ``name``: the user's name (a parameter's path), unique in the graph.
     ``tier``: where an input arrives. ``fragment``: what it is a part of; ``places``: what it says the places of. Its own index
-    is then none of the program's."""
+    is then none of the program's. ``in_backward``: its values are those that the backward finds when it begins; another
+    placeholder of this index has those of the forward."""
 
     role: Role
     name: str
@@ -44,13 +45,16 @@ class InputSpec:
     tier: Tier = "host"
     fragment: Fragment | None = None
     places: Places | None = None
+    in_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
     """The meaning of one result: the ``index``-th output, the gradient of input ``index``, or the new version of input
-    ``index`` (a mutated buffer or input; for an update, a parameter)."""
+    ``index`` (a mutated buffer or input; for an update, a parameter). ``in_backward``: of a new version that the backward
+    makes, not the forward."""
 
     kind: Literal["output", "grad", "mutation", "update"]
     index: int
     name: str
+    in_backward: bool = False

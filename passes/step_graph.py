@@ -167,6 +167,11 @@ def is_check(node: fx.Node) -> bool:
     return node.op == "call_function" and schema is not None and not schema.returns
 
 
+def writes(node: fx.Node) -> bool:
+    """True for an operation that changes an operand in place."""
+    return node.op == "call_function" and bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+
+
 def must_run(node: fx.Node) -> bool:
     """True for an operation that a run needs even if nothing reads its results."""
     return is_random(node) or is_check(node)

@@ -1,18 +1,20 @@
-"""Effects in captured graphs: what a checkpoint would change twice, and the tokens that torch threads through operations with
-effects to keep their order."""
+"""Effects in captured graphs: what a checkpoint would change twice, what a backward changes in place, and the tokens that torch
+threads through operations with effects to keep their order."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
 from torch import fx
 
+from mtcompile import torch_private
+from mtcompile.capture.outputs import changes_operand
 from mtcompile.capture.refusals import place_of
 from mtcompile.errors import CaptureError
-from mtcompile.passes.step_graph import InputSpec, is_check
+from mtcompile.passes.step_graph import InputSpec, is_check, writes
 from mtcompile.torch_private import changes_within, gives_no_gradients, pytree
 
 
@@ -93,3 +95,41 @@ def drop_tokens(joint: fx.GraphModule) -> None:
 def _is_token(description: Any) -> bool:
     """Says whether torch describes an input or output as a token."""
     return "Token" in type(description).__name__
+
+
+def take_changes(joint: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """Takes out of a joint graph each write to an input, which the backward makes: torch leaves it at the end, as a ``copy_``
+    that nothing reads. Returns the inputs that are written, and their new values. Raises CaptureError for another write."""
+    changes: dict[fx.Node, fx.Node] = {}
+    for node in [node for node in joint.graph.nodes if writes(node)]:
+        changed, *values = node.all_input_nodes
+        if node.target is not torch.ops.aten.copy_.default or changed.op != "placeholder" or node.users or len(values) != 1:
+            raise CaptureError(
+                f"{node.target} changes a tensor in place{place_of([node, *node.all_input_nodes])}\n  expected operations that "
+                "torch can trace without changing their operands: use another one at that line"
+            )
+        changes[changed] = values[0]
+        joint.graph.erase_node(node)
+    return changes
+
+
+def changed_after_forward(joint: fx.GraphModule, value: fx.Node) -> bool:
+    """Tells whether a result of the forward, in a joint graph as torch traces it, is what the backward has made of it: torch
+    returns what its memory holds in the end. It marks what the forward computes and takes, where there is a backward."""
+    while value.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        value = value.all_input_nodes[0]
+    marked = any("partitioner_tag" in node.meta for node in joint.graph.find_nodes(op="placeholder"))
+    return marked and value.meta.get("partitioner_tag") != "is_forward"
+
+
+def changing_in_backward(graph: fx.GraphModule, storages: Set[int]) -> list[fx.Node]:
+    """Returns the calls that change something in place in the backwards and hooks, in Dynamo's graph, that are given a tensor
+    of one of these storages."""
+    changing: list[fx.Node] = []
+    for node in graph.graph.nodes:
+        operands = [operand.meta.get("example_value") for operand in node.all_input_nodes]
+        if any(isinstance(each, torch.Tensor) and torch_private.storage_id(each) in storages for each in operands):
+            bodies = [getattr(graph, str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"]
+            calls = (call for body in bodies[-1:] for call in body.graph.nodes if call.op != "placeholder")
+            changing += filter(changes_operand, calls)
+    return changing

@@ -12,7 +12,7 @@ from torch import fx
 
 from mtcompile import torch_private
 from mtcompile.capture.description import Description, autocast_state
-from mtcompile.capture.effects import drop_tokens
+from mtcompile.capture.effects import changed_after_forward, changing_in_backward, drop_tokens, take_changes
 from mtcompile.capture.outputs import changes_operand, fake_of, storage_of
 from mtcompile.capture.refusals import in_micro_batches, not_compiled, place_of, refuse
 from mtcompile.capture.stamping.repeats import shortened
@@ -26,7 +26,7 @@ from mtcompile.passes.joint.batch.joining import Micro, check_whole, rows_of
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.joint.strides import Observe
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
-from mtcompile.runtime.devices.arena import fills_storage, overlaps
+from mtcompile.runtime.devices.arena import fills_storage, overlaps, span_nbytes
 from mtcompile.torch_private import pytree
 from mtcompile.torch_private.plain_strides import plain_strides, reserve_always
 from mtcompile.torch_private.plain_torch import plain_kernels
@@ -171,6 +171,7 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
     """Replace torch's descriptors by InputSpec and OutputSpec, so that no pass knows them."""
     inputs, computed = description.inputs, description.computed
     specs = []
+    changes = take_changes(joint)
     described_inputs: dict[int, fx.Node] = {}
     for node in joint.graph.find_nodes(op="placeholder"):
         desc = node.meta["desc"]
@@ -210,8 +211,15 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
                 )
         else:
             raise CaptureError(f"the traced graph returns {desc.expr()}, which is not supported")
+        if spec.kind != "grad" and changed_after_forward(joint, value):
+            raise CaptureError(_changed_after_forward(description, spec, value))
         results.append(value)
         described.append(spec)
+    for changed, value in changes.items():
+        spec = _new_version(description, changed, value)
+        position = sum(other.kind == "mutation" and other.index < spec.index for other in described)  # in the inputs' order
+        results.insert(position, value)
+        described.insert(position, spec)
     output.args = (tuple(results),)
     told = tuple(dict.fromkeys(f"{_module_path(q.module) or 'the model'} at {q.place}" for q in description.told))
     joint.meta.update(inputs=tuple(specs), outputs=tuple(described), device=str(description.device))
@@ -221,6 +229,58 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
         if path := _module_path_of(node):
             node.meta["module_path"] = path
     return joint
+
+
+def _new_version(description: Description, changed: fx.Node, value: fx.Node) -> OutputSpec:
+    """What a value is that the backward writes to an input. Raises CaptureError where no step can write it back."""
+    desc = changed.meta["desc"]
+    if type(desc).__name__ != "PlainAOTInput":
+        raise CaptureError(
+            f"a backward changes, in place, a gradient that arrives at what forward returns{place_of([value])}\n  expected it "
+            "to return a tensor of its own, as in gradient = gradient * 2: others may read the one that arrives"
+        )
+    spec, fakes = description.inputs[desc.idx], [fake_of(n) for n in description.graph.graph.find_nodes(op="placeholder")]
+    fake = fakes[desc.idx]
+    line = place_of([*changing_in_backward(description.graph, {torch_private.storage_id(fake)}), value])
+    if spec.role == "param" or spec.differentiable:
+        what = _described(spec) if spec.role == "param" else f"{spec.name}, which needs a gradient,"
+        raise CaptureError(
+            f"the backward changes {what} in place{line}\n  expected only buffers, and other tensors that need no gradient, to "
+            "be changed in a backward: do it after backward, under torch.no_grad()"
+        )
+    if overlaps(fake):
+        raise CaptureError(
+            f"the backward changes {spec.name} in place, of which several elements are one place in memory (as after expand), "
+            f"which torch refuses too{line}\n  pass a copy (clone)"
+        )
+    for other, tensor in zip(description.inputs, fakes, strict=True):
+        if tensor is not fake and _share_bytes(tensor, fake):
+            raise CaptureError(
+                f"the backward changes {spec.name} in place, which shares memory with {other.name}{line}\n  expected memory of "
+                "its own for each tensor that the backward changes: register or pass a copy (clone)"
+            )
+    return OutputSpec("mutation", desc.idx, spec.name, in_backward=True)
+
+
+def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tells whether two tensors of one storage lie between bytes that both have."""
+    if torch_private.storage_id(one) != torch_private.storage_id(other):
+        return False
+    start, begin = (tensor.storage_offset() * tensor.element_size() for tensor in (one, other))
+    return start < begin + span_nbytes(other) and begin < start + span_nbytes(one)
+
+
+def _changed_after_forward(description: Description, spec: OutputSpec, value: fx.Node) -> str:
+    """Why a result of the forward that the backward changes is refused."""
+    inputs, computed = description.graph.graph.find_nodes(op="placeholder"), description.graph.graph.output_node().args[0]
+    changed: Any = computed[spec.index] if spec.kind == "output" else list(inputs)[spec.index]  # type: ignore[index]
+    line = place_of([*changing_in_backward(description.graph, {storage_of(changed)}), value, *value.all_input_nodes])
+    what = "returns or keeps" if spec.kind == "output" else "changes too"
+    return (
+        f"the backward changes {spec.name} in place, which forward {what}{line}\n  expected a backward to change nothing else "
+        "that outlives it than buffers and inputs that forward leaves as they are: use a buffer of its own for that, or return "
+        "a copy (clone)"
+    )
 
 
 def _check_generator(node: fx.Node, device: torch.device) -> None:

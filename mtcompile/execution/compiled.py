@@ -47,7 +47,9 @@ _MOST_SHAPES = 4  # in a signature
 @dataclass(frozen=True, slots=True)
 class CompiledStep:
     """One program, planned and proven for one pattern of gradients. ``problem``: the problem that its plan solves.
-    ``together``: as ``usage.allocated_together`` returns it. ``joint``: the graph whose results it reproduces."""
+    ``together``: as ``usage.allocated_together`` returns it. ``joint``: the graph whose results it reproduces. ``mutated``, and
+    ``changed_in_backward``: the inputs that its forward and its backward change in place. ``snapshots``: those of both of
+    which it needs the values that the forward has found, also after they have changed."""
 
     tangents: Tangents
     plan: Plan
@@ -58,6 +60,8 @@ class CompiledStep:
     inputs: tuple[tuple[InputSpec, str], ...]
     outputs: tuple[tuple[OutputSpec, str], ...]
     mutated: frozenset[int]
+    changed_in_backward: frozenset[int]
+    snapshots: frozenset[int]
     read_in_backward: frozenset[int]
     outputs_read_in_backward: frozenset[int]
     read_by_place: frozenset[int]
@@ -86,6 +90,11 @@ class CompiledStep:
         saved = {owner(operand) for node in nodes for operand in node.all_input_nodes}
         return frozenset(spec.index for spec, node in outputs_of(self.joint) if spec.kind == "output" and owner(node) in saved)
 
+    def new_versions(self, in_backward: bool) -> dict[int, str]:
+        """Returns the names of the new versions of inputs that the forward, or the backward, makes."""
+        changed = (each for each in self.outputs if each[0].kind == "mutation" and each[0].in_backward == in_backward)
+        return {spec.index: name for spec, name in changed}
+
     @property
     def signature(self) -> str:
         """Tells this program from others of the model, by whether it trains and by the shapes of its inputs."""
@@ -111,6 +120,11 @@ def compiled_step(
     backward_reads = {name for _, i in schedule.phase("backward") for name in i.reads}
     values = {_first(by_name[name]).name for name in backward_reads}
     training = any(spec.role == "tangent" for spec, _ in inputs)  # even if its backward has nothing to do
+    changed = [spec for spec, _ in outputs if spec.kind == "mutation"]
+    mutated = frozenset(spec.index for spec in changed if not spec.in_backward)
+    changed_in_backward = frozenset(spec.index for spec in changed if spec.in_backward)
+    read = {name for instruction in schedule.instructions for name in instruction.reads}
+    read_in_forward = {spec.index for spec, name in inputs if name in read and not spec.in_backward}
     return CompiledStep(
         tangents,
         planned.plan,
@@ -120,7 +134,9 @@ def compiled_step(
         {name: layout_of(by_name[name].meta["val"]) for name in schedule.buffers},
         inputs,
         outputs,
-        frozenset(spec.index for spec, _ in outputs if spec.kind == "mutation"),
+        mutated,
+        changed_in_backward,
+        mutated | (changed_in_backward & read_in_forward),
         frozenset(index_of(spec) for spec, name in inputs if name in values and spec.role in ("param", "input", "buffer")),
         frozenset(spec.index for spec, name in outputs if spec.kind == "output" and name in values),
         _read_by_place(step),

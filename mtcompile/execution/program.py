@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from mtcompile import torch_private
 from mtcompile.capture.description import Description
@@ -14,6 +16,7 @@ from mtcompile.capture.outputs import Constant, Passed, rebuilt
 from mtcompile.compiler import CapturedStep
 from mtcompile.errors import CaptureError, StepError, told_briefly
 from mtcompile.execution.compiled import CompiledStep, Frame
+from mtcompile.execution.memory.fragments import index_of
 from mtcompile.execution.memory.shortage import with_retry
 from mtcompile.execution.second_order import differentiable_gradients
 from mtcompile.execution.session import CompiledSteps, Session
@@ -184,12 +187,14 @@ class Program:
 
 class _Step(torch.autograd.Function):
     """Forward and backward of one training step, as autograd sees them. ``ctx.frame``: what the next backward starts from; the
-    first has what the forward saved, further ones run the forward again. ``ctx.used``: the outputs whose backward has run."""
+    first has what the forward saved, further ones run the forward again. ``ctx.used``: the outputs whose backward has run.
+    ``ctx.places``: where the model holds what the backward changes in place."""
 
     @staticmethod
     def forward(ctx: Any, program: Program, compiled: CompiledStep, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.program, ctx.used = program, frozenset()
         ctx.model = getattr(program.session.door, "model", lambda: None)()  # a backward may have to plan, which looks at it
+        ctx.places = [] if ctx.model is None else list(_places(ctx.model, [inputs[i] for i in compiled.changed_in_backward]))
         ctx.frame, outputs = program.session.forward(compiled, inputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -225,6 +230,8 @@ class _Step(torch.autograd.Function):
             wanted = ctx.needs_input_grad[2:]
             ctx.used = ctx.used if keeps else ctx.used | arriving
             return None, None, *differentiable_gradients(session, program.description, frame, tangents, wanted)
+        if arriving:
+            _check_changes(ctx, frame, program.description)
         ctx.frame = None
         if not arriving:
             return (None,) * (2 + len(frame.inputs))
@@ -242,3 +249,33 @@ class _Step(torch.autograd.Function):
         else:
             ctx.model = None
         return (None, None, *gradients)
+
+
+def _places(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Yields (attributes, name, tensor) for each attribute of a module or a parameter that holds one of these tensors."""
+    wanted = {id(tensor) for tensor in tensors}
+    owners = [*model.modules(), *model.parameters()] if wanted else []
+    for held in (held for owner in owners for held in (vars(owner), vars(owner).get("_buffers", {}))):
+        yield from ((held, name, value) for name, value in held.items() if id(value) in wanted)
+
+
+def _check_changes(ctx: Any, frame: Frame, description: Description) -> None:
+    """Raises StepError where a plain run may not make the changes in place that a backward makes, since it computes only some
+    gradients, or may make them in a tensor that has taken the place of the one which forward found."""
+    compiled = frame.compiled
+    if not compiled.changed_in_backward:
+        return
+    for held, name, tensor in ctx.places:
+        if held.get(name) is not tensor:
+            raise StepError(
+                f"{name}, which the backward of this model changes in place, was replaced between this forward and its "
+                "backward; expected one tensor for both: change it in place (copy_, zero_), or replace it before the forward"
+            )
+    made = {spec.index for spec, _ in compiled.outputs if spec.kind in ("grad", "update")}
+    inputs = [index_of(spec) for spec, _ in compiled.inputs if spec.index in made and spec.role != "tangent"]
+    if missing := [index for index in inputs if not torch_private.asks_for(ctx, index)]:
+        raise StepError(
+            f"the backward of this model changes {description.inputs[min(compiled.changed_in_backward)].name} in place, "
+            f"and was called for some gradients alone, without that of {description.inputs[missing[0]].name}: a plain run may "
+            "not come to that change. Ask for all gradients, as loss.backward() does"
+        )

@@ -18,6 +18,7 @@ from mtcompile.execution.memory.arenas import ArenaPool
 from mtcompile.execution.memory.disk_room import direct_reader
 from mtcompile.execution.memory.fragments import gradients_in_order, joined_gradients, tensor_of
 from mtcompile.execution.memory.parameters import ParameterStore
+from mtcompile.execution.unchanged import version_of
 from mtcompile.kernels.measure import copied
 from mtcompile.machine.device import allocator_peak
 from mtcompile.passes.analysis.cost import Machine
@@ -131,7 +132,8 @@ class Runner:
     ) -> tuple[Frame, tuple[torch.Tensor, ...]]:
         """Runs the forward. Buffers change only after all of it has succeeded; an error restores the generator's state.
 
-        ``snapshots``: the values to read of buffers that the step changes, if not their current ones.
+        ``snapshots``: the values to read of buffers that the step changes, if not their current ones. What the backward changes
+        it reads as it is then.
         """
         self._check_device()
         for source, _ in compiled.inputs if compiled.read_by_place else ():
@@ -141,7 +143,7 @@ class Runner:
         device = str(self.device.where)
         generator = generator_state(device) if compiled.random else None
         if snapshots is None:  # this step reads the old version, even after the new one has been written
-            snapshots = {i: copied(inputs[i].detach()) for i in compiled.mutated}
+            snapshots = {i: copied(inputs[i].detach()) for i in compiled.snapshots}
         arenas, views = self.arenas.lend(compiled)
         memory = self.device.memory(compiled.schedule, compiled.layouts, arenas, knobs.check(), compiled.settled, views)
         memory.slabs, memory.together = self.parameters.memories(), compiled.together
@@ -149,7 +151,7 @@ class Runner:
             memory.disk, memory.verified = self.parameters.disk, knobs.disk_check()
             memory.direct = direct_reader(self.parameters) if compiled.plan.disk_direct else None
             memory.home_names = {name: spec.name for spec, name in compiled.inputs}
-        new_versions = {spec.index: name for spec, name in compiled.outputs if spec.kind == "mutation"}
+        new_versions = compiled.new_versions(in_backward=False)
         _bind_forward(compiled, memory, inputs, snapshots, new_versions)
         if self.pending is not None and self.pending.frame.compiled is not compiled:
             self.drain()
@@ -176,7 +178,8 @@ class Runner:
         return frame, tuple(outputs)
 
     def backward(self, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Returns the gradient of every input, None where none is needed. Leaves weights, buffers and old gradients alone."""
+        """Returns the gradient of every input, None where none is needed. Leaves weights and old gradients alone; what the
+        backward changes in place changes only after all of it has succeeded."""
         self._check_device()
         compiled, memory = frame.compiled, frame.memory
         device = str(self.device.where)
@@ -184,9 +187,11 @@ class Runner:
         try:
             with self._restoring(generator, "backward"):
                 self.arenas.restore(compiled, memory)
-                self._bind_backward(compiled, memory, tangents)
+                self._bind_backward(compiled, memory, frame.inputs, tangents)
                 self._execute(frame, "backward")
                 gradients = joined_gradients(compiled.inputs, compiled.outputs, memory.tensors)
+            new_versions = compiled.new_versions(in_backward=True)
+            write_buffers({frame.inputs[index]: memory.tensors[name] for index, name in new_versions.items()})
         finally:
             if self.pending is None or self.pending.frame is not frame:
                 memory.let_go()
@@ -194,8 +199,20 @@ class Runner:
             self.listener.step_ran(frame)
         return tuple(gradients.get(i) for i in range(len(frame.inputs)))
 
-    def _bind_backward(self, compiled: CompiledStep, memory: CpuMemory, tangents: Sequence[torch.Tensor | None]) -> None:
+    def _bind_backward(
+        self,
+        compiled: CompiledStep,
+        memory: CpuMemory,
+        inputs: tuple[torch.Tensor, ...],
+        tangents: Sequence[torch.Tensor | None],
+    ) -> None:
+        buffers = compiled.schedule.buffers
+        for index, name in compiled.new_versions(in_backward=True).items():
+            if buffers[name].kind == "home":
+                memory.bind(name, copied(inputs[index].detach()))
         for spec, name in compiled.inputs:
+            if spec.in_backward:
+                memory.bind(name, inputs[spec.index])
             if spec.role == "tangent":
                 tangent, layout = tangents[spec.index], compiled.layouts[name]
                 assert tangent is not None
@@ -203,7 +220,6 @@ class Runner:
                     like = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=tangent.device)
                     tangent = like.copy_(tangent)
                 memory.bind(name, tangent)
-        buffers = compiled.schedule.buffers
         gradients = gradients_in_order(compiled.inputs, compiled.outputs)
         homes = [name for _, _, name in gradients if buffers[name].kind == "home"]
         if not homes:
@@ -287,7 +303,7 @@ def _bind_forward(
     for spec, name in compiled.inputs:
         if spec.role == "constant":
             memory.bind(name, compiled.step.meta["constants"][spec.name])
-        elif spec.role != "tangent":
+        elif spec.role != "tangent" and not spec.in_backward:
             memory.bind(name, snapshots[spec.index] if spec.index in snapshots else tensor_of(spec, inputs))
     for index, name in new_versions.items():
         if compiled.schedule.buffers[name].kind == "home":
@@ -326,11 +342,6 @@ def without_base(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     whole = tensor.new_empty(0)
     return whole.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Returns the counter that in-place changes raise; 0 for tensors of torch.inference_mode, which have none."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 @contextlib.contextmanager

@@ -13,8 +13,10 @@ import torch
 from mtcompile import torch_private
 from mtcompile.capture.description import Description
 from mtcompile.capture.outputs import fake_of
+from mtcompile.errors import StepError
 from mtcompile.execution.compiled import Frame, PlainGraph
-from mtcompile.execution.session import Session, check_versions
+from mtcompile.execution.session import Session
+from mtcompile.execution.unchanged import check_versions
 from mtcompile.passes.generators import rng_preserved, set_generator_state
 from mtcompile.runtime.devices.arena import span_nbytes
 
@@ -25,7 +27,13 @@ def differentiable_gradients(
     session: Session, description: Description, frame: Frame, tangents: Sequence[torch.Tensor | None], wanted: Sequence[bool]
 ) -> Gradients:
     """Returns the gradient of each input of a forward, None where it is not ``wanted`` or there is none. ``tangents``: a
-    gradient for each computed output. Raises StepError for inputs that have changed, and BudgetError."""
+    gradient for each computed output. Raises StepError for inputs that have changed, or that the backward changes, and
+    BudgetError."""
+    for index in frame.compiled.changed_in_backward:
+        raise StepError(
+            f"backward was called with create_graph=True, and changes {description.inputs[index].name} in place, which cannot "
+            "be differentiated; expected create_graph=False, or a backward that changes nothing"
+        )
     check_versions(frame, description, again=True)
     plain = PlainGraph(_peak_nbytes(description, tangents, wanted) + _copied_nbytes(frame))
     session.make_room_for(plain)

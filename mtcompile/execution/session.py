@@ -15,11 +15,11 @@ from typing import Protocol
 import torch
 
 from mtcompile import knobs, progress, torch_private
-from mtcompile.capture.description import Description, enabled_autocast
+from mtcompile.capture.description import enabled_autocast
 from mtcompile.capture.refusals import not_compiled, place_of, refuse
 from mtcompile.capture.tracing import collecting_later
 from mtcompile.compiler import CapturedStep, Searched, Target, compile_step
-from mtcompile.errors import BudgetError, MtcompileError, StepError
+from mtcompile.errors import BudgetError, MtcompileError
 from mtcompile.execution.calibration import Calibrator, known_machine, speeds
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames, PlainGraph
 from mtcompile.execution.door import Door
@@ -29,7 +29,8 @@ from mtcompile.execution.memory.arenas import ArenaPool
 from mtcompile.execution.memory.host_room import Watchdog
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.memory.shortage import with_retry
-from mtcompile.execution.runner import PhaseRun, Runner, version_of, without_autocast
+from mtcompile.execution.runner import PhaseRun, Runner, without_autocast
+from mtcompile.execution.unchanged import check_unchanged, check_versions
 from mtcompile.kernels.toolchain import toolchain_for
 from mtcompile.options import Options
 from mtcompile.passes.generators import rng_preserved, set_generator_state
@@ -251,7 +252,9 @@ class Session:
                 check_versions(frame, captured.description, again)  # of all that the forward reads
                 self.frames.in_backward = True
                 try:
-                    frame = self._run_again(frame, compile_again(traced))
+                    compiled = compile_again(traced)
+                    check_unchanged(frame, captured.description, compiled.snapshots - frame.snapshots.keys())
+                    frame = self._run_again(frame, compiled)
                 finally:
                     self.frames.in_backward = False
             with self.door.phase(frame.compiled, "backward"):
@@ -380,45 +383,3 @@ def pooled_nbytes(schedule: Schedule) -> int:
     """Returns the most device bytes that a step allocates beside its arena and resident parameters."""
     placed = schedule.arena_nbytes.get("device", 0) + schedule.resident_nbytes.get("device", 0)
     return schedule.peak_nbytes["device"] - placed
-
-
-def check_versions(frame: Frame, description: Description, again: bool) -> None:
-    """Raises StepError if a tensor has changed since the forward, and the backward (or the forward, ``again``) reads it."""
-    compiled = frame.compiled
-    for index in range(len(frame.inputs)) if again else compiled.read_in_backward:
-        if index in compiled.mutated:
-            continue
-        spec, tensor = description.inputs[index], frame.inputs[index]
-        if version_of(tensor) != frame.versions[index]:
-            raise StepError(
-                f"{spec.name} was changed in place between this forward and its backward; the "
-                "gradients would be of other values. Step the optimizer after backward, or clone what you change"
-            )
-        if _is_other(frame, tensor, description, again, in_place=spec.role == "param"):
-            raise StepError(_CHANGED_THROUGH_DATA.format(spec.name))
-    for index, version in frame.output_versions.items():
-        output = frame.outputs[index]()
-        if output is not None and output._version != version:
-            raise StepError(
-                f"output {description.computed[index][0]} was changed in place before backward, which needs it; "
-                "clone it before changing it"
-            )
-    for index, reference in enumerate(frame.outputs):
-        output = reference()
-        if output is not None and _is_other(frame, output, description, again) and index in compiled.outputs_of_backward():
-            raise StepError(_CHANGED_THROUGH_DATA.format(f"output {description.computed[index][0]}"))
-
-
-_CHANGED_THROUGH_DATA = (
-    "{} was changed through .data between this forward and its backward; plain PyTorch would compute with it in part, and this "
-    "plan otherwise. Change it after backward, or before forward"
-)
-
-
-def _is_other(frame: Frame, tensor: torch.Tensor, description: Description, again: bool, in_place: bool = False) -> bool:
-    """Tells whether a change of a tensor through ``.data`` makes another difference than in a plain run, whose backward reads
-    the tensor itself. So does that of a plan which keeps everything where it is, and casts nothing; new memory it sees only
-    where it reads the tensor ``in_place``."""
-    change = "" if frame.writes is None else frame.writes.change_of(tensor)
-    by_reference = not again and frame.compiled.plan.all_resident and not any(enabled for _, enabled, _ in description.autocast)
-    return bool(change) and not (by_reference and (in_place or change == "written"))

@@ -8,6 +8,7 @@ from torch.utils import _pytree
 from mtcompile.torch_private.autograd import (
     accumulating,
     accumulation_hooks,
+    asks_for,
     caches_casts,
     cast_of,
     counting_losses,
@@ -117,6 +118,7 @@ __all__ = [
     "accumulating",
     "accumulation_hooks",
     "after_initialization",
+    "asks_for",
     "attention_backend",
     "break_after",
     "building_on_meta",

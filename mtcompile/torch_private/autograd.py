@@ -33,6 +33,15 @@ def accumulating(function: Any) -> list[bool]:
         return [False]
 
 
+def asks_for(function: Any, position: int) -> bool:
+    """Tells whether this backward needs the gradient of the ``position``-th tensor that the running node was applied to."""
+    node, _ = function.next_functions[position]
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # raised for a leaf that torch.autograd.grad was called with
+        return True
+
+
 def leaves_outside(output: Any, node_name: str) -> list[torch.Tensor]:
     """The leaves that autograd's graph of the tensors in ``output`` reaches by another way than through a node of this name."""
     return _leaves(_nodes_of(output), lambda node: type(node).__name__ == node_name)[0]

@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from mtcompile.passes.generators import save_rng
 from mtcompile.passes.lazy_graph import LazyGraphModule
-from mtcompile.passes.step_graph import body_outputs, iter_tensors, must_run
+from mtcompile.passes.step_graph import body_outputs, iter_tensors, must_run, writes
 
 Kernels = dict[str, fx.GraphModule]  # key -> kernel; one registry for a step graph and all rewritten copies of it
 
@@ -91,9 +91,12 @@ def attach(owner: torch.nn.Module, kernel: fx.GraphModule) -> str:
 
 
 def drop_dead(body: fx.Graph) -> None:
-    """Drops operations whose results nothing reads; those that must run stay. As fx does, without its check of the graph."""
+    """Drops operations whose results nothing reads; those that must run stay. As fx does, without its check of the graph.
+    Raises ValueError for one that changes an operand in place, which may be seen without being read."""
     for node in reversed(body.nodes):
         if not node.users and node.op not in ("placeholder", "output") and not must_run(node):
+            if writes(node):
+                raise ValueError(f"expected operations that change nothing, or results that say so, found {node.format_node()}")
             body.erase_node(node)
 
 

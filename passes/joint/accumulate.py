@@ -46,7 +46,10 @@ def _bring_forward(value: fx.Node, region: dict[fx.Node, Region]) -> None:
 
 def repeat(joint: fx.GraphModule, micro: Micro, joining: Joining) -> fx.GraphModule:
     """The joint graph of all micro-batches. Raises NotImplementedError for what has no meaning over several: a buffer that is
-    changed after the region that reads it."""
+    changed after the region that reads it, as one is that the backward changes."""
+    for spec, value in outputs_of(joint):
+        if spec.in_backward:
+            raise NotImplementedError(f"a backward that changes {spec.name} in place", value)
     return _Repeat(joint, micro, joining).graph_module()
 
 

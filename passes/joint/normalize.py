@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -11,7 +12,7 @@ from mtcompile.passes.analysis.kernels import drop_dead
 from mtcompile.passes.insert import add_restride
 from mtcompile.passes.joint.strides import Observe, correct_strides
 from mtcompile.passes.lazy_graph import lazy
-from mtcompile.passes.step_graph import InputSpec, inputs_of, outputs_of, placeholders, span_nbytes
+from mtcompile.passes.step_graph import InputSpec, inputs_of, is_view, outputs_of, placeholders, span_nbytes
 
 aten = torch.ops.aten
 # Operations whose saved statistics have the dtype of their weight, and where that is among their arguments.
@@ -56,7 +57,8 @@ def normalize(joint: fx.GraphModule, observe: Observe | None = None) -> fx.Graph
     _correct_copies(joint.graph)
     _correct_statistics(joint.graph)
     _correct_dropout(joint.graph)
-    _mark_phases(joint.graph)
+    _read_in_backward(joint)
+    _mark_phases(joint)
     _own_outputs(joint)
     drop_dead(joint.graph)
     joint.graph.lint()
@@ -205,11 +207,44 @@ def _multiply(graph: fx.Graph, node: fx.Node, x: fx.Node, mask: fx.Node, p: floa
     graph.erase_node(node)
 
 
-def _mark_phases(graph: fx.Graph) -> None:
-    """Marks as backward what torch tagged so and all that depends on it or on a tangent; the rest is forward."""
-    for node in graph.nodes:
+def _read_in_backward(joint: fx.GraphModule) -> None:
+    """Gives an input that the backward changes a second placeholder, which the backward reads: what a plain run finds there
+    when its backward begins need not be what its forward has found."""
+    graph, inputs = joint.graph, list(joint.meta["inputs"])
+    changed = {spec.index for spec, _ in outputs_of(joint) if spec.in_backward}
+    found: dict[fx.Node, fx.Node] = {}  # what the forward reads, with views of it -> what the backward reads
+    for spec, node in inputs_of(joint):
+        if spec.index in changed and spec.role not in ("tangent", "constant"):
+            with graph.inserting_after(placeholders(graph)[-1]):
+                found[node] = graph.placeholder(f"{node.name}_in_backward")
+            found[node].meta = {**node.meta, "partitioner_tag": "is_backward"}
+            inputs.append(replace(spec, name=f"{spec.name} in backward", in_backward=True))
+
+    def as_found(operand: fx.Node) -> fx.Node:
+        if operand not in found and is_view(operand) and any(as_found(base) is not base for base in operand.all_input_nodes):
+            with graph.inserting_before(reader):
+                found[operand] = graph.node_copy(operand, as_found)
+            found[operand].meta["partitioner_tag"] = "is_backward"
+        return found.get(operand, operand)
+
+    for reader in list(graph.nodes) if found else ():
+        if reader.op == "call_function" and reader.meta.get("partitioner_tag") != "is_forward":
+            reader.args, reader.kwargs = fx.node.map_arg((reader.args, reader.kwargs), as_found)
+        elif reader.op == "output":
+            of_backward = (spec.kind == "grad" or spec.in_backward for spec in joint.meta["outputs"])
+            results = zip(reader.args[0], of_backward, strict=True)
+            reader.args = (tuple(as_found(value) if late else value for value, late in results),)
+    joint.meta["inputs"] = tuple(inputs)
+
+
+def _mark_phases(joint: fx.GraphModule) -> None:
+    """Marks as backward what torch tagged so and all that depends on it, on a tangent or on what the backward finds; the rest
+    is forward."""
+    in_backward = {node for spec, node in inputs_of(joint) if spec.in_backward}
+    for node in joint.graph.nodes:
         if node.op == "placeholder":
-            node.meta["phase"] = "backward" if node.name.startswith("tangents_") else "forward"
+            late = node in in_backward or node.name.startswith("tangents_")
+            node.meta["phase"] = "backward" if late else "forward"
         else:
             backward = node.meta.get("partitioner_tag") == "is_backward" or any(
                 operand.meta["phase"] == "backward" for operand in node.all_input_nodes
@@ -226,7 +261,7 @@ def _own_outputs(joint: fx.GraphModule) -> None:
     seen: set[fx.Node] = set()
     outputs = []
     for spec, value in outputs_of(joint):
-        phase = "backward" if spec.kind == "grad" else "forward"
+        phase = "backward" if spec.kind == "grad" or spec.in_backward else "forward"
         val = value.meta["val"]
         copy = None
         # Gradients of other inputs go on as a plain run makes them.
@@ -234,7 +269,13 @@ def _own_outputs(joint: fx.GraphModule) -> None:
         if as_input and val.stride() != inputs[spec.index].meta["val"].stride():
             with graph.inserting_before(output):
                 copy = add_restride(graph, value, inputs[spec.index].meta["val"])
-        elif value.op == "placeholder" or value in seen or val.is_conj() or val.is_neg():  # what leaves is what memory holds
+        elif (
+            value.op == "placeholder"
+            or value in seen
+            or (spec.in_backward and value.meta["phase"] == "forward")
+            or val.is_conj()
+            or val.is_neg()  # what leaves is what memory holds
+        ):
             with graph.inserting_before(output):
                 copy = graph.call_function(aten.clone.default, (value,))
             copy.meta["val"] = torch.empty_like(val, device="meta")

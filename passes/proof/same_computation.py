@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +110,7 @@ def _same_names(joint: fx.GraphModule, step: fx.GraphModule) -> None:
     outputs, returned = joint.meta["outputs"], step.meta["outputs"]
     expect(len(step_outputs(step)) == len(returned) == len(outputs), lambda: f"{len(outputs)} outputs, found {len(returned)}")
     for spec, other in zip(outputs, returned, strict=True):
-        alike = (spec.index, spec.name) == (other.index, other.name)
+        alike = replace(spec, kind=other.kind) == other
         same = other.kind in (spec.kind, "update" if spec.kind == "grad" else spec.kind)
         expect(alike and same, lambda s=spec, o=other: f"output {s}, found {o}")
     constants, given = joint.meta["constants"], step.meta["constants"]
@@ -251,6 +252,9 @@ def _same_values(
     rows: Mapping[str, Rows] = joint.meta.get("rows", {})
     for spec, one, other in zip(step.meta["inputs"], placeholders(joint.graph), placeholders(step.graph), strict=True):
         _same_input(spec, one, other, rows.get(spec.name) if spec.role == "param" else None)
+        for call in other.users if spec.in_backward else ():
+            right = call.op == "output" or call.meta["phase"] == "backward"
+            expect(right, lambda s=spec, c=call: f"{s.name} to be read in the backward alone, found that {c.name} reads it")
     roles = _roles(joint, step, captured, rewritten)
     for call in calls(step):
         operands: tuple[Any, ...] = call.args

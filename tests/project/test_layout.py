@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +27,7 @@ ROOMS = {
     "optim", "parity", "report", "torch_private", "trainer", "viz",
 }  # fmt: skip
 LINKS = {"passes", "runtime"}
-MOST_FILES, MOST_LINES, MOST_PARAMETERS = 12, 400, 7
+MOST_PARAMETERS = 7
 PUBLIC_DOORS = {  # the functions of more parameters: options as users write them, and kernels in Triton's language
     "mtcompile/api.py": {"compile"},
     "mtcompile/checkpoint/": {"autosave", "save", "save_in_background"},
@@ -93,18 +92,6 @@ def test_a_checkout_without_links_finds_its_layers_beside_the_package(module: st
     checkout = copy_of_the_package(tmp_path / "checkout")
     program = f"import importlib.util; print(importlib.util.find_spec({module!r}).origin)"
     assert output_of(program, checkout, tmp_path) == str(checkout / module.split(".")[1] / "__init__.py")
-
-
-def test_folders_hold_at_most_twelve_python_files() -> None:
-    counts = Counter(path.parent for path in sources(*LAYERS, "tests"))
-    wrong = [f"{name_of(folder)}: {count} files" for folder, count in counts.items() if count > MOST_FILES]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_files_of_the_package_have_at_most_400_lines() -> None:
-    counts = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(*LAYERS)}
-    wrong = [f"{name_of(path)}: {count} lines" for path, count in counts.items() if count > MOST_LINES]
-    assert not wrong, "\n".join(wrong)
 
 
 def test_only_public_doors_have_more_than_seven_parameters() -> None:
