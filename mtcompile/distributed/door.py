@@ -362,9 +362,9 @@ class RanksDoor(ModelDoor):
         """Surrounds an evaluation, in which all ranks gather weights if each host has a part of them."""
         return self.phase(compiled, "forward") if self.in_parts else contextlib.nullcontext()
 
-    def before_backward(self, keeps: bool) -> None:
+    def before_backward(self, frame: Frame, keeps: bool) -> None:
         with self.ranks.phase():
-            super().before_backward(keeps)
+            super().before_backward(frame, keeps)
             if torch.is_grad_enabled():
                 raise StepError(
                     "backward was called with create_graph=True, whose gradients would be those of one rank alone; expected a "

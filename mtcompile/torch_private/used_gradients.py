@@ -25,13 +25,13 @@ class UsedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor, why: str, zeroed: bool = False) -> UsedGradient:
-        gradient: UsedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        gradient: UsedGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
         gradient.zeroed, gradient.why = zeroed, why
         return gradient
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"UsedGradient({self.why})"
 
     __hash__ = object.__hash__
@@ -57,7 +57,7 @@ class UsedGradient(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:  # as torch does itself where it takes or hands out a tensor
             return args[0]
         raise StepError(next(v.why for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, UsedGradient)))

@@ -24,8 +24,8 @@ from mtcompile.errors import BudgetError, CaptureError
 from mtcompile.execution.plain.held import buffers_on, held_nbytes, held_on
 from mtcompile.execution.plain.lending import Lending, call_lending, changed_unseen, is_lendable, keepers, lent_nbytes
 from mtcompile.execution.plain.sizes import CallSize, KnownCalls, attributes_of, size_of_call, tensors_in
-from mtcompile.execution.runner import version_of
 from mtcompile.execution.session import Session
+from mtcompile.execution.unchanged import version_of
 from mtcompile.machine.device import allocator_peak
 from mtcompile.passes.generators import generator_state, set_generator_state
 from mtcompile.passes.step_graph import calls, fragments_of, inputs_of, results

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from mtcompile.execution.plain.lending import LentParameter, has_changed, through_interrupts
-from mtcompile.execution.runner import version_of
+from mtcompile.execution.unchanged import version_of
 from mtcompile.runtime.devices.arena import layout_of, span_nbytes, view
 from mtcompile.runtime.schedule import aligned
 from mtcompile.torch_private import storage_id

@@ -74,10 +74,10 @@ class Backward:
     optimizer: torch.optim.Optimizer
     masters: Masters | None
     parameters: dict[str, nn.Parameter]
-    trained: dict[str, nn.Parameter]
     groups: dict[int, tuple[int, Mapping[str, Any]]]
     threads: int
     grad_norm: float | None = None
+    trained: Mapping[str, nn.Parameter] = field(default_factory=dict)
     has_updated: bool = False
     skips: bool = False
     warned: bool = False

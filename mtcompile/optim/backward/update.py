@@ -209,9 +209,9 @@ class UpdatesInBackward:
             let_wait(optimizer, self._wholeness.drain)
         check_loss(outputs, tangents, self.options.nonfinite)  # last, since a GPU computes beside the other checks until here
         self._backward = Backward(
-            self._wholeness.steps + 1, self.options, optimizer, self.masters, parameters, updated, groups, self._threads
+            self._wholeness.steps + 1, self.options, optimizer, self.masters, parameters, groups, self._threads, self.grad_norm
         )
-        self._backward.grad_norm = self.grad_norm
+        self._backward.trained = updated
         self._backward.disk, self._backward.shares = self.disk, self.shares
 
     def _check_disk(self) -> None:
