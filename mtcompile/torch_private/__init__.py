@@ -78,6 +78,7 @@ from mtcompile.torch_private.numpy_calls import (
 from mtcompile.torch_private.raising_branches import (
     checking_branches,
 )
+from mtcompile.torch_private.side_actions import differentiates, seeing_hooks, tracing_side_actions
 from mtcompile.torch_private.thread_setting import one_at_a_time, process_lock
 from mtcompile.torch_private.tracing import (
     LiveBytes,
@@ -117,6 +118,7 @@ __all__ = [
     "computing_numpy",
     "counting_losses",
     "cpu_allocator_peak",
+    "differentiates",
     "dispatch_mode",
     "expand_segments",
     "expecting_values",
@@ -159,6 +161,7 @@ __all__ = [
     "refusing_random_numbers",
     "returned_leaf",
     "saving_hook",
+    "seeing_hooks",
     "set_grad_enabled",
     "shares_storage",
     "storage_holders",
@@ -167,6 +170,7 @@ __all__ = [
     "total_norm",
     "tracing_joint",
     "tracing_new_leaves",
+    "tracing_side_actions",
     "tracing_wide_grouped_products",
     "within_a_graphs_mode",
     "without_break_warnings",
