@@ -43,7 +43,7 @@ from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.accumulate import repeat
 from mtcompile.passes.joint.batch.joining import Micro, joining_of
 from mtcompile.passes.joint.build import InputHomes, built_once
-from mtcompile.passes.joint.exceptions import contract
+from mtcompile.passes.joint.exceptions import Contract, contract
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
@@ -100,7 +100,7 @@ class JointStep(NamedTuple):
     """A rewritten joint graph, to be planned. ``numerics``: its contract in words. ``shared``: by the steps of all forms."""
 
     graph: fx.GraphModule
-    numerics: str
+    numerics: Contract
     form: Form
     shared: Shared | None = None
 
@@ -173,11 +173,11 @@ def rewrite_joint(
     with in_micro_batches(micro):
         joining = micro and joining_of(joint, micro)  # it marks what cutting keeps
         rewritten, form, changed = cut_joint(joint, form, shared.rewritten)
-        numerics = [precision.contract(), *contract(joint, fuses, changed)]
+        numerics = contract(joint, fuses, changed).between(precision.contract())
         if micro and joining:
             rewritten = repeat(rewritten, micro, joining)
-            numerics.append(joining.numerics(micro))
-    return JointStep(rewritten, "; ".join(numerics), form, shared)
+            numerics = numerics.between(after=joining.numerics(micro))
+    return JointStep(rewritten, numerics, form, shared)
 
 
 def planning_problem(

@@ -100,7 +100,7 @@ def joint_key(description: Description, tangents: Tangents) -> str | None:
     except Exception:  # an operation, setting or torch version that it does not know to be safe
         return None
     about = description.inputs, description.computed, description.device, description.at_home, description.backward_autocast
-    named = description.told, description.unordered
+    named = description.told, description.unordered, description.is_part
     return repr((traced, about, named, tangents, modules, trace_settings(description.device)))
 
 
@@ -215,7 +215,7 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
     output.args = (tuple(results),)
     told = tuple(dict.fromkeys(f"{_module_path(q.module) or 'the model'} at {q.place}" for q in description.told))
     joint.meta.update(inputs=tuple(specs), outputs=tuple(described), device=str(description.device))
-    joint.meta.update(told=told, unordered=description.unordered)  # what exceptions() names
+    joint.meta.update(told=told, unordered=description.unordered, is_part=description.is_part)  # for exceptions()
     for node in joint.graph.nodes:
         _check_generator(node, description.device)
         if path := _module_path_of(node):
