@@ -65,7 +65,7 @@ def _traced_whole(description: Description, tangents: Tangents, observe: Observe
     strides = {index: given for index, given in enumerate(tangents or ()) if isinstance(given, tuple)}
     with _tracing(description, tangents) as (stack, graph, fakes):
         try:
-            with plain_kernels(), plain_strides(observe):
+            with plain_kernels(), plain_strides(observe, torch_private.differentiates(graph)):
                 joint = torch_private.export_joint(stack, graph, fakes, strides)
         except CaptureError as error:
             refuse(CaptureError(str(error).partition("\n\nWhile executing")[0]), error)  # what fx adds

@@ -171,7 +171,7 @@ _DOES = (
     (r"[Rr]andom|Generator\b|seed\b|uniform_", "draws random numbers from elsewhere than torch's default generator"),
     (r"[Nn]um[Pp]y|ndarray", "computes with numpy what torch does not know"),
     (r"[Ss]parse|[Nn]ested.?[Tt]ensor|subclass|Torch[Ss]cript|ScriptModule|jit\b|[Oo]paque", "uses a kind of tensor or module that no graph holds"),
-    (r"marked as skipped|disable\(\)|skip_frame|graph_break\(\)|Skip ", "calls a function that torch does not look into"),
+    (r"(method|function) call|marked as skipped|disable\(\)|skip_frame|graph_break\(\)|Skip ", "calls a function that torch does not look into"),
     (r"HOP\b|[Hh]igher.?[Oo]rder|functorch|torch\.(cond|while_loop|scan|map|associative_scan)|custom [jv][jv]p", "uses a transform or operator that torch cannot follow here"),
     (r"fake tensor|FakeTensor|meta kernel|PT2-compliant", "calls an operation whose shapes torch cannot find without values"),
     (r"[Gg]raph break in|in loop|comprehension", "leads to a line that torch cannot capture"),

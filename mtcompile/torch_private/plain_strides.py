@@ -38,14 +38,24 @@ _PRODUCTS = ("aten::addmm_", "aten::addbmm_", "aten::baddbmm_", "aten::addmv_", 
 _RESERVING = (aten.mkldnn_rnn_layer.default, aten._cudnn_rnn.default, aten.miopen_rnn.default)
 
 
+# A CPU's keep the statistics of half-precision rows in fp32 where the weight is, which torch's shape functions do not say.
+_NORMS = (
+    aten.native_layer_norm.default,
+    aten.native_group_norm.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+)
+
 _observe = ThreadSetting[Observe | None](None)
+_wide_statistics = ThreadSetting(False)
 
 
 @contextlib.contextmanager
-def plain_strides(observe: Observe | None) -> Iterator[None]:
-    """Traces inside, in this thread, give results the strides that ``observe`` sees; None: those that are there outside."""
+def plain_strides(observe: Observe | None, wide_statistics: bool = False) -> Iterator[None]:
+    """Traces inside, in this thread, give results the strides that ``observe`` sees; None: those that are there outside.
+    ``wide_statistics``: and statistics of norms their dtypes, which gradients of gradients compute with."""
     _replace_dispatch()
-    with _observe.during(observe):
+    with _observe.during(observe), _wide_statistics.during(wide_statistics):
         yield
 
 
@@ -63,6 +73,9 @@ def _as_observed(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         if observe is not None and func in _RESERVING and torch.is_grad_enabled():
             return _reserving(dispatch(mode, func, types, args, kwargs or {}), func, args)
         result = dispatch(mode, func, types, args, kwargs or {})
+        if func in _NORMS and _wide_statistics.value and args[0].device.type == "cpu":
+            dtype = next((other.dtype for other in args[1:] if isinstance(other, torch.Tensor)), args[0].dtype)
+            return result[0], *(statistic.to(dtype) for statistic in result[1:])
         if observe is None or not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
             return result
         if func is aten.view.default and 1 in result.shape:
