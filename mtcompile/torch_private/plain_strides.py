@@ -152,12 +152,23 @@ def _as_node(func: Any, args: Any, kwargs: Any) -> fx.Node:
 def _in_place(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(dispatch)
     def keeping_strides(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _observe.value is not None and func is aten.mul_.Scalar and args[0].device.type == "cpu":
+            args = (args[0], _rounded(args[1], args[0].dtype))
         result = dispatch(mode, func, types, args, kwargs)
         if _observe.value is not None and args and isinstance(args[0], FunctionalTensor) and _changes_first_operand(func):
             _keep_strides(args[0], func)
         return result
 
     return keeping_strides
+
+
+def _rounded(number: Any, dtype: torch.dtype) -> Any:
+    """A number as a CPU takes it for a product in place with half-precision values: rounded as they are. Formulas of torch's
+    own multiply so; a product that makes a new value takes the number as it is."""
+    if dtype not in (torch.bfloat16, torch.float16) or not isinstance(number, float):
+        return number
+    with plain_strides(None), _disable_current_modes(), no_python_dispatcher():
+        return torch.tensor(number, dtype=dtype).item()
 
 
 def _changes_first_operand(func: Any) -> bool:

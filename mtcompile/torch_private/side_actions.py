@@ -1,7 +1,8 @@
 """What a forward does beside computing its outputs, where a model is captured: locks that it takes, gradients and backwards
 that it runs itself, optimizers that it steps. Uses torch's private APIs, as ``torch_private`` does.
 
-Locks are traced as nothing: calls of compiled models take turns anyway. Dynamo traces ``torch.autograd.grad`` into the graph.
+Locks are traced as nothing: calls of compiled models take turns anyway. Dynamo traces ``torch.autograd.grad`` into the graph,
+where all that it may lead through are operations of torch.
 ``tensor.backward()`` is left to Python, since it adds to ``grad``, which no graph returns. A step of an optimizer is refused.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
 from mtcompile.errors import CaptureError
@@ -55,6 +57,7 @@ def _replace_variables() -> None:
     from torch._dynamo.variables.builder import VariableBuilder
     from torch._dynamo.variables.ctx_manager import GenericContextWrappingVariable
     from torch._dynamo.variables.optimizer import OptimizerVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     class LockVariable(GenericContextWrappingVariable):
         """A lock that nobody else holds."""
@@ -80,13 +83,13 @@ def _replace_variables() -> None:
 
         return _wrap
 
-    def leaving(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def method_backward(*args: Any, **kwargs: Any) -> Any:
-            leaves = _traces.value and _traces_gradients()
-            with config.patch(trace_autograd_ops=False) if leaves else contextlib.nullcontext():
-                return plain(*args, **kwargs)
+    def leaving(plain: Callable[..., Any], leaves: Callable[[Any], bool] = lambda tx: True) -> Callable[..., Any]:
+        def to_python(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            left = _traces.value and _traces_gradients() and leaves(tx)
+            with config.patch(trace_autograd_ops=False) if left else contextlib.nullcontext():
+                return plain(variable, tx, *args, **kwargs)
 
-        return method_backward
+        return to_python
 
     def refusing(plain: Callable[..., Any]) -> Callable[..., Any]:
         def var_getattr(optimizer: Any, tx: Any, name: str) -> Any:
@@ -100,6 +103,18 @@ def _replace_variables() -> None:
     for owner, name, replaced in (*places, (TensorVariable, "method_backward", leaving)):
         if (plain := getattr(owner, name, None)) is not None:
             setattr(owner, name, functools.wraps(plain)(replaced(plain)))
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    if (handler := handlers.get(torch.autograd.grad)) is not None:
+        handlers[torch.autograd.grad] = leaving(handler, _has_carried_graphs)
+
+
+def _has_carried_graphs(tx: Any) -> bool:
+    """Tells whether there may be operators in the way of a gradient that carry a graph, such as functions of the user's own:
+    torch would differentiate their backward in another way than a plain run. It runs a checkpoint as it stands."""
+    checkpoint = torch.ops.higher_order.tag_activation_checkpoint
+    targets = {node.target for node in tx.output.graph.nodes if node.op == "call_function"}
+    carrying = (target for target in targets if isinstance(target, HigherOrderOperator) and target is not checkpoint)
+    return len(tx.output.tracers) > 1 or any(carrying)
 
 
 def differentiates(graph: fx.GraphModule) -> bool:
