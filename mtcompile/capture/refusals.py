@@ -111,8 +111,10 @@ def not_captured(error: BaseException) -> CaptureError:
         reason = raised[2]
     elif context is not None and (kind is not None or "Observed exception" in text):
         reason = f"it raised an exception of its own ({_plainly(context[1])})"
-    else:
+    elif torch_private.is_graph_break(error):
         reason = f"{'this line' if place else 'it'} {what_it_does(first_line(error))}"
+    else:
+        reason = first_line(error)
     return _also(kind)(f"the model's forward could not be captured as one graph: {reason}{place}\n  {tip}")
 
 
@@ -154,28 +156,37 @@ def may_part(error: BaseException) -> bool:
 
 
 RUNS_A_BACKWARD = "runs a backward"
-# What a line does that torch cannot capture, for the first expression that occurs in the first line of its report.
+# What a line does that torch cannot capture, for the first expression that occurs in the first line of torch's report.
 _DOES = (
     (r"generic_jump|[Dd]ata.dependent (branching|assertion)|control flow", "branches on what a tensor holds"),
     (
-        r"\.item\(\)|tolist|depends on what tensors hold|[Dd]ata.dependent|[Dd]ynamic (shape|slicing)|[Uu]nbacked|"
-        r"non-scalar tensor|index\(Tensor\)|Tensor comparison",
+        r"\.item\(\)|tolist|what tensors hold|[Dd]ata.dependent|[Dd]ynamic (shape|slicing)|[Uu]nbacked|non-scalar tensor|"
+        r"index\(Tensor\)|Tensor comparison",
         "takes a shape or Python value from what a tensor holds",
     ),
     (r"backward\(\)", RUNS_A_BACKWARD),
-    (r"autograd[._]grad|grad_fn", "takes gradients that reach beyond what is captured, or that nothing can follow"),
-    (r"requires_grad|retain_grad|new leaf", "changes whether a tensor requires grad"),
+    (r"autograd[._]grad|grad_fn", "takes gradients of what is not all captured"),
+    (r"requires_grad|retain_grad", "changes whether a tensor requires or keeps a gradient"),
     (r"[Hh]ook", "adds or removes a hook"),
-    (r"context manager|contextmanager|contextlib|ContextWrapping|escaped from compiled", "enters or passes on a context"),
+    (r"[Cc]ontext ?manager|contextlib|ContextWrapping|escaped from compiled", "enters a context that torch cannot follow"),
     (r"set_materialize_grads|autograd\.?_?[Ff]unction", "calls an autograd.Function that torch cannot follow"),
     (r"[Rr]andom|Generator\b|seed\b|uniform_", "draws random numbers from elsewhere than torch's default generator"),
     (r"[Nn]um[Pp]y|ndarray", "computes with numpy what torch does not know"),
-    (r"[Ss]parse|[Nn]ested.?[Tt]ensor|subclass|Torch[Ss]cript|ScriptModule|jit\b|[Oo]paque", "uses a kind of tensor or module that no graph holds"),
-    (r"(method|function) call|marked as skipped|disable\(\)|skip_frame|graph_break\(\)|Skip ", "calls a function that torch does not look into"),
-    (r"HOP\b|[Hh]igher.?[Oo]rder|functorch|torch\.(cond|while_loop|scan|map|associative_scan)|custom [jv][jv]p", "uses a transform or operator that torch cannot follow here"),
+    (
+        r"[Ss]parse|[Nn]ested.?[Tt]ensor|subclass|Torch[Ss]cript|ScriptModule|jit\b|[Oo]paque",
+        "uses a kind of tensor or module that no graph holds",
+    ),
+    (
+        r"(method|function) call|marked as skipped|disable\(\)|skip_frame|graph_break\(\)|Skip ",
+        "calls a function that torch does not look into",
+    ),
+    (
+        r"HOP\b|[Hh]igher.?[Oo]rder|functorch|torch\.(cond|while_loop|scan|map|associative_scan)|custom [jv][jv]p",
+        "uses a transform that torch cannot follow",
+    ),
     (r"fake tensor|FakeTensor|meta kernel|PT2-compliant", "calls an operation whose shapes torch cannot find without values"),
-    (r"[Gg]raph break in|in loop|comprehension", "leads to a line that torch cannot capture"),
-    (r"__\w+__|attr|getattr|hasattr|[Mm]issing|not implemented|[Rr]econstruct|pickle", "reads or changes an object in a way that torch cannot follow"),
+    (r"[Gg]raph break|in loop|[Cc]omprehension", "leads to a line that torch cannot capture"),
+    (r"__\w+__|attr|[Mm]issing|not implemented|[Rr]econstruct", "reads or changes an object in a way that torch cannot follow"),
 )
 _UNKNOWN = "does what torch cannot capture"
 

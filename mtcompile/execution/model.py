@@ -272,8 +272,9 @@ class CompiledModel:
     @property
     def plan(self) -> Plan | None:
         """The plan of the program that last trained. Of a forward in parts, with the ``numerics`` of all."""
-        if (last := self.session.last) is None or not (parts := self.parts):
-            return last and last.plan
+        last, parts = self.session.last, self.parts
+        if last is None or not parts:
+            return None if last is None else last.plan
         numerics = of_all([part.problem.numerics for part in parts])
         note = f"the forward is compiled in parts, {len(parts)} of them with a plan: but for numerics, this is that of one part"
         return replace(last.plan, numerics=str(numerics), notes=(*last.plan.notes, note))

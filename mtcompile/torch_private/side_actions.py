@@ -125,7 +125,7 @@ def differentiates(graph: fx.GraphModule) -> bool:
 def seeing_hooks(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns what makes a program of ``graph`` refuse inputs with hooks, if it takes gradients of them itself: in a plain run,
     ``torch.autograd.grad`` runs the hooks of these inputs, which a graph does not know."""
-    sources = set()
+    sources = set[fx.Node]()
     for call in graph.graph.find_nodes(op="call_function", target=torch.autograd.grad):
         wanted = call.args[1] if len(call.args) > 1 else call.kwargs["inputs"]
         sources.update(node for node in pytree.tree_leaves(wanted) if isinstance(node, fx.Node))

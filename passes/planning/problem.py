@@ -29,7 +29,7 @@ class PlanningProblem:
     budgets: Budgets
     workspace: Workspace = workspace_nbytes
     fixed_homes: Mapping[str, str] = field(default_factory=dict)
-    numerics: Contract = Contract()
+    numerics: Contract = field(default_factory=Contract)
 
     def differs_in_limits(self, other: PlanningProblem) -> bool:
         """Tells whether it differs from another problem at most in the bytes of its device and its host."""
