@@ -1,7 +1,7 @@
 """What a forward does beside computing its outputs, where a model is captured: locks that it takes, gradients and backwards
 that it runs itself, optimizers that it steps. Uses torch's private APIs, as ``torch_private`` does.
 
-Locks are traced as nothing: calls of compiled models take turns anyway. Dynamo traces ``torch.autograd.grad`` into the graph,
+``with lock:`` is traced as nothing: calls of compiled models take turns anyway. Dynamo traces ``torch.autograd.grad`` into the graph,
 where all that it may lead through are operations of torch.
 ``tensor.backward()`` is left to Python, since it adds to ``grad``, which no graph returns. A step of an optimizer is refused.
 """
@@ -60,7 +60,7 @@ def _replace_variables() -> None:
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     class LockVariable(GenericContextWrappingVariable):
-        """A lock that nobody else holds."""
+        """A lock in a ``with`` statement. Calls of ``acquire`` and ``release`` are Python's: one of them might be left out."""
 
         def enter(self, tx: Any) -> Any:
             return ConstantVariable.create(True)
@@ -68,11 +68,6 @@ def _replace_variables() -> None:
         def exit(self, tx: Any, *args: Any) -> Any:
             tx.active_generic_context_managers.pop()
             return ConstantVariable.create(None)
-
-        def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            if name in ("acquire", "release") and not args and not kwargs:
-                return ConstantVariable.create(True if name == "acquire" else None)
-            return super().call_method(tx, name, args, kwargs)
 
     def wrapping(plain: Callable[..., Any]) -> Callable[..., Any]:
         def _wrap(builder: Any, value: Any) -> Any:
