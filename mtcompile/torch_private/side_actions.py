@@ -1,8 +1,8 @@
 """What a forward does beside computing its outputs, where a model is captured: locks that it takes, gradients and backwards
 that it runs itself, optimizers that it steps. Uses torch's private APIs, as ``torch_private`` does.
 
-``with lock:`` is traced as nothing: calls of compiled models take turns anyway. Dynamo traces ``torch.autograd.grad`` into the graph,
-where all that it may lead through are operations of torch.
+``with lock:`` is traced as nothing: calls of compiled models take turns anyway. Dynamo traces ``torch.autograd.grad`` into the
+graph, where all that it may lead through are operations of torch.
 ``tensor.backward()`` is left to Python, since it adds to ``grad``, which no graph returns. A step of an optimizer is refused.
 """
 
