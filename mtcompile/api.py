@@ -53,9 +53,9 @@ class CompiledModule(nn.Module):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the program that last trained; None before the first training call."""
-        last = self._mt_open.session.last
-        return last.plan if last else None
+        """The plan of the program that last trained; None before the first training call. Of a forward that is compiled in
+        parts, the plan of one part, with the ``numerics`` of all."""
+        return self._mt_open.plan
 
     @property
     def schedule(self) -> Viewable | None:
@@ -81,8 +81,11 @@ class CompiledModule(nn.Module):
         """
         from mtcompile.report.explain import explain_program, first_name
 
-        session = self._mt_open.session
-        return explain_program(session.last, session.calibrator.phases, first_name(self, name))
+        session, name = self._mt_open.session, first_name(self, name)
+        for part in reversed(self._mt_open.parts):
+            with contextlib.suppress(ValueError):  # it may be of another part
+                return explain_program(part, session.calibrator.phases, name)
+        return explain_program(session.last, session.calibrator.phases, name)
 
     def memory_report(self) -> dict[str, Any]:
         """Returns bytes by name: budget, planned peak and measured peak per tier, the training state, and what the last step

@@ -105,7 +105,7 @@ def search_store(problem: PlanningProblem) -> SearchedPlans | None:
 
 def _constraints(problem: PlanningProblem) -> tuple[object, ...]:
     workspace = "by shapes" if problem.workspace is workspace_nbytes else "measured"
-    return problem.machine, problem.fixed_homes, problem.numerics, workspace
+    return problem.machine, problem.fixed_homes, str(problem.numerics), workspace
 
 
 def machine_path(identity: str) -> Path | None:

@@ -45,7 +45,7 @@ from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.accumulate import repeat
 from mtcompile.passes.joint.batch.joining import Micro, joining_of
 from mtcompile.passes.joint.build import InputHomes, built_once
-from mtcompile.passes.joint.exceptions import contract
+from mtcompile.passes.joint.exceptions import Contract, contract
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
@@ -103,7 +103,7 @@ class JointStep(NamedTuple):
     ``checks``: that it computes what was captured, to be made before it runs."""
 
     graph: fx.GraphModule
-    numerics: str
+    numerics: Contract
     form: Form
     shared: Shared | None = None
     checks: tuple[Check, ...] = ()
@@ -177,7 +177,7 @@ def rewrite_joint(
     with in_micro_batches(micro):
         joining = micro and joining_of(joint, micro)  # it marks what cutting keeps
         rewritten, form, changed, checks = cut_joint(joint, form, shared.rewritten)
-        numerics = [precision.contract(), *contract(joint, fuses, changed)]
+        numerics = contract(joint, fuses, changed).between(precision.contract())
         if micro and joining:
             one, rewritten = rewritten, repeat(rewritten, micro, joining)
             checks = (
@@ -185,8 +185,8 @@ def rewrite_joint(
                 *checks,
                 functools.partial(check_micro_batches, one, rewritten, micro, joining),
             )
-            numerics.append(joining.numerics(micro))
-    return JointStep(rewritten, "; ".join(numerics), form, shared, checks)
+            numerics = numerics.between(after=joining.numerics(micro))
+    return JointStep(rewritten, numerics, form, shared, checks)
 
 
 def planning_problem(

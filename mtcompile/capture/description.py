@@ -32,7 +32,8 @@ class Description:
     ``backward_autocast``: (device, dtype) of those enabled when backward is called, which is mostly outside autocast.
     ``device``: where it computes. ``at_home``: whether its parameters need not be there. ``told``: the places in its code that
     were told that they are being compiled. ``unordered``: as ``outputs_of`` names them. ``only_values``: indices of the inputs
-    that require grad, but of which forward reads only the values (detached, or under ``torch.no_grad()``).
+    that require grad, but of which forward reads only the values (detached, or under ``torch.no_grad()``). ``is_part``: it is
+    one of the parts of a forward.
     """
 
     graph: fx.GraphModule
@@ -46,6 +47,7 @@ class Description:
     told: tuple[Question, ...] = ()
     unordered: tuple[str, ...] = ()
     only_values: frozenset[int] = frozenset()
+    is_part: bool = False
 
 
 def autocast_state(device: torch.device) -> tuple[tuple[str, bool, torch.dtype], ...]:
@@ -123,6 +125,7 @@ def describe(
         told=told,
         unordered=unordered,
         only_values=only_values(graph.graph),
+        is_part=graph.meta.get("is_part", False),
     )
 
 

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from mtcompile import progress, torch_private
+from mtcompile import knobs, progress, torch_private
 from mtcompile.capture import known_shapes
 from mtcompile.capture.methods import TracedMethods
 from mtcompile.capture.refusals import (
+    RUNS_A_BACKWARD,
     NotOneGraph,
     may_part,
     not_captured,
@@ -49,6 +50,10 @@ _LEAF = (
     "forward returns or stores a tensor on which it set requires_grad=True; its .grad would be missing\n"
     "  expected such a tensor to stay inside forward; return tensor.detach() instead"
 )
+_TRAINS_WITHIN = (
+    "forward runs a backward itself, and may step the optimizer {name}, which no graph can hold{place}\n"
+    "  expected a forward that leaves gradients and parameters as they are: train that part outside forward"
+)
 _only_whole: ContextVar[bool] = ContextVar("only_whole", default=False)
 _MOST_PROGRAMS = 32  # of one model; in parts, for each part
 _MOST_SIGNATURES = 512  # of one model; Dynamo's own default of 8 is for functions, not for training runs
@@ -72,18 +77,19 @@ def front_end(
 
     def checked(graph: fx.GraphModule, inputs: Any, place: str = "") -> Any:
         if (leaf := torch_private.returned_leaf(graph.graph)) is not None:
-            raise CaptureError(_LEAF + place_of([leaf]))
+            raise CaptureError(state.passed_on(place_of([leaf])) if state.in_parts else _LEAF + place_of([leaf]))
         state.programs[place] += 1
         state.traced |= torch_private.traced_code()
-        expecting = torch_private.expecting_values(graph)
+        expecting, seeing = torch_private.expecting_values(graph), torch_private.seeing_hooks(graph)
         graph.meta["told"] = state.answers.told()
-        program = expecting(backend(graph, inputs))
+        program = expecting(seeing(backend(graph, inputs)))
         progress.tell("")  # from here on the program runs
         return program
 
     def checked_part(graph: fx.GraphModule, inputs: Any) -> Any:
-        why, place = why_and_where(*torch_private.break_after(graph))
-        state.note_break(why, place)
+        reason, report = torch_private.break_after(graph)
+        why, place = why_and_where(reason, report)
+        state.note_break(why, place, reason)
         graph.meta["is_part"] = True
         return checked(graph, inputs, place)
 
@@ -139,6 +145,7 @@ def front_end(
                 plain_torch.plain_answers(state.answers),
                 torch_private.checking_branches(not state.in_parts),
                 torch_private.tracing_new_leaves(),
+                torch_private.tracing_side_actions(),
                 torch_private.computing_numpy(device),
                 torch_private.taking_known_values(state.takes, known_shapes.shaped),
             ):
@@ -152,10 +159,13 @@ def front_end(
             if isinstance(cause, DiskError):  # of what was planned behind the capture
                 raise cause from None
             open_to_others = not isinstance(cause, MtcompileError) or type(cause) in (CaptureError, NotOneGraph)
-            if open_to_others and state.concede():
+            if open_to_others and (_has_set_up(args, error) or state.concede()):
                 return captured(variants, args, kwargs)
             if in_parts and not state.in_parts and not _only_whole.get() and _breaks(cause, error):
-                state.part(*why_and_where(cause or error, str(error)))
+                why, place = why_and_where(cause or error, str(error))
+                if why == RUNS_A_BACKWARD and (name := _optimizer_in(args)):
+                    refuse(CaptureError(_TRAINS_WITHIN.format(name=name, place=place)), error)
+                state.part(why, place, str(error))
                 variants[:] = [variant()]
                 with torch_private.without_break_warnings():
                     return captured(variants, args, kwargs)
@@ -187,13 +197,13 @@ def _breaks(cause: BaseException | None, error: Exception) -> bool:
 class _State:
     """How one function is captured. ``takes``: the types of values that its captures take where the call's inputs decide them:
     truth values, of which there are two, and where there is no other way also numbers, of which each makes a capture of its
-    own. ``in_parts``: it is captured in parts. ``breaks``: the lines between them that the user has been told of.
-    ``programs``: how many were made, since all were dropped. ``traced``: the code that the present call has traced."""
+    own. ``in_parts``: it is captured in parts. ``breaks``: the lines between them that the user has been told of, and what they
+    do. ``programs``: how many were made, since all were dropped. ``traced``: the code that the present call has traced."""
 
     answers: plain_torch.Answers
     takes: tuple[type, ...] = (bool,)
     in_parts: bool = False
-    breaks: set[str] = field(default_factory=set)
+    breaks: dict[str, str] = field(default_factory=dict)
     programs: Counter[str] = field(default_factory=Counter)  # by the line that the part ends before
     has_been_full: bool = False
     traced: set[types.CodeType] = field(default_factory=set)
@@ -221,20 +231,54 @@ class _State:
         self.takes = (bool, int)
         return True
 
-    def part(self, why: str, place: str) -> None:
+    def part(self, why: str, place: str, report: str) -> None:
         """Goes on in parts. They take no values: what a later part expects could be found out only after earlier ones ran."""
         self.in_parts, self.takes = True, ()
-        self.note_break(why, place)
+        self.note_break(why, place, report)
 
-    def note_break(self, why: str, place: str) -> None:
-        """Tells the user once of a line that parts a forward."""
-        if place and place not in self.breaks:
-            self.breaks.add(place)
+    def note_break(self, why: str, place: str, report: str) -> None:
+        """Tells the user once of a line that parts a forward, and what it does; ``report``: torch's own words."""
+        line = place.partition(" in ")[0]  # it may be in several functions: Dynamo makes one of what is left of a forward
+        if line and line not in self.breaks:
+            self.breaks[line] = f"{why}{place}"
             warnings.warn(
-                f"the forward is compiled in parts: Python runs this line between two of them, because of {why}{place}\n"
-                "  results stay the same, but what Python runs is not counted in the budget. Change the line to get one plan",
+                f"the forward is compiled in parts: Python runs this line between two of them, since it {why}{place}\n"
+                "  values stay the same, and so do gradients but for those that model.plan.numerics names; what Python runs is "
+                "not counted in the budget. Change the line to get one plan"
+                + (f"\n  torch says: {report}" if knobs.debug() else ""),
                 stacklevel=2,
             )
+
+    def passed_on(self, place: str) -> str:
+        """Says why a forward in parts is refused if one of them returns a tensor that began to require grad at ``place``."""
+        lines = "".join(f", since a line {line}" for line in list(self.breaks.values())[:1])
+        return (
+            "a part of the forward passes on a tensor on which forward set requires_grad=True; its .grad would be missing"
+            f"{place}\n  the forward is compiled in parts{lines}\n  change one of these lines, or pass on tensor.detach()"
+        )
+
+
+def _has_set_up(args: Any, error: Exception) -> bool:
+    """Lets Transformers install the hooks by which its models keep hidden states and attention maps, where a capture failed
+    because forward would do that. A plain run installs them once, under a lock, in the first call that asks for such outputs.
+    Tells whether any were missing."""
+    library: Any = sys.modules.get("transformers.utils.output_capturing")
+    install = getattr(library, "maybe_install_capturing_hooks", None)
+    if install is None or f" in {install.__name__}\n" not in str(error) or not isinstance(args[0], torch.nn.Module):
+        return False
+    pretrained = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    models = [module for module in args[0].modules() if isinstance(module, pretrained)]  # the outermost install for the others
+    missing = [model for model in models if not getattr(model, "_output_capturing_hooks_installed", False)]
+    for model in missing:
+        install(model)
+    return bool(missing)
+
+
+def _optimizer_in(args: Any) -> str | None:
+    """The name of an optimizer that the called model, or a module in it, holds."""
+    modules = args[0].named_modules() if args and isinstance(args[0], torch.nn.Module) else ()
+    held = ((path, name, value) for path, module in modules for name, value in vars(module).items())
+    return next((f"{path}.{name}".lstrip(".") for path, name, value in held if isinstance(value, torch.optim.Optimizer)), None)
 
 
 def _stand_ins(device: torch.device) -> dict[Callable[..., Any], Callable[..., Any]]:

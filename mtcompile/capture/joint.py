@@ -65,7 +65,7 @@ def _traced_whole(description: Description, tangents: Tangents, observe: Observe
     strides = {index: given for index, given in enumerate(tangents or ()) if isinstance(given, tuple)}
     with _tracing(description, tangents) as (stack, graph, fakes):
         try:
-            with plain_kernels(), plain_strides(observe):
+            with plain_kernels(), plain_strides(observe, torch_private.differentiates(graph)):
                 joint = torch_private.export_joint(stack, graph, fakes, strides)
         except CaptureError as error:
             refuse(CaptureError(str(error).partition("\n\nWhile executing")[0]), error)  # what fx adds
@@ -100,7 +100,7 @@ def joint_key(description: Description, tangents: Tangents) -> str | None:
     except Exception:  # an operation, setting or torch version that it does not know to be safe
         return None
     about = description.inputs, description.computed, description.device, description.at_home, description.backward_autocast
-    named = description.told, description.unordered
+    named = description.told, description.unordered, description.is_part
     return repr((traced, about, named, tangents, modules, trace_settings(description.device)))
 
 
@@ -223,7 +223,7 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
     output.args = (tuple(results),)
     told = tuple(dict.fromkeys(f"{_module_path(q.module) or 'the model'} at {q.place}" for q in description.told))
     joint.meta.update(inputs=tuple(specs), outputs=tuple(described), device=str(description.device))
-    joint.meta.update(told=told, unordered=description.unordered)  # what exceptions() names
+    joint.meta.update(told=told, unordered=description.unordered, is_part=description.is_part)  # for exceptions()
     for node in joint.graph.nodes:
         _check_generator(node, description.device)
         if path := _module_path_of(node):

@@ -58,6 +58,9 @@ _ELSEWHERE = (
 )
 
 
+_RESUMED = r"^(?:torch_dynamo_resume_in_)+(.*?)(?:_at_\d+)+$"  # the name of a function of which Dynamo captures the rest
+
+
 class NotOneGraph(CaptureError):
     """Raised for what cannot be part of a graph, but may stand between two."""
 
@@ -66,7 +69,11 @@ def place_in(text: str) -> str:
     """The last line of the user's own code that a report or a traceback in ``text`` names, as a sentence's end; "" for none."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(\S[^\n]*)', text)
     frames = [frame for frame in frames if "/torch/" not in frame[0] and "/mtcompile/" not in frame[0]]
-    return "\n  at {}:{} in {}: {}".format(*frames[-1]) if frames else ""
+    if not frames:
+        return ""
+    file, line, function, code = frames[-1]
+    function = re.sub(_RESUMED, r"\1", function)
+    return f"\n  at {file}:{line} in {function}: {code}"
 
 
 def place_of(nodes: Iterable[fx.Node]) -> str:
@@ -95,13 +102,26 @@ def not_captured(error: BaseException) -> CaptureError:
     text = str(error)
     context = re.search(r"Developer debug context: *(\S[^\n]*)", text)
     raised = re.search(r"when making fake tensor call.*?: got \w+\((['\"])(.*?)\1\)", text, re.DOTALL)  # by an operation
-    reason = (raised[2] if raised else first_line(error)) + (f" ({context[1]})" if context else "")
     report = text.partition("from user code")[0]
-    tips = (tip for words in (reason, report) for expression, tip in _TIPS if re.search(expression, words))
+    tips = (tip for words in (first_line(error), report) for expression, tip in _TIPS if re.search(expression, words))
     place = place_in(text)
     tip = next(tips, _OTHERWISE if place else _ELSEWHERE)
-    kind = _also(torch_private.raised_by_captured(error))
-    return kind(f"the model's forward could not be captured as one graph: {reason}{place}\n  {tip}")
+    kind = torch_private.raised_by_captured(error)
+    if raised is not None:
+        reason = raised[2]
+    elif context is not None and (kind is not None or "Observed exception" in text):
+        reason = f"it raised an exception of its own ({_plainly(context[1])})"
+    elif torch_private.is_graph_break(error):
+        reason = f"{'this line' if place else 'it'} {what_it_does(first_line(error))}"
+    else:
+        reason = first_line(error)
+    return _also(kind)(f"the model's forward could not be captured as one graph: {reason}{place}\n  {tip}")
+
+
+def _plainly(context: str) -> str:
+    """An exception as Dynamo shows it, as Python would."""
+    shown = re.sub(r"\w*Variable\((?:\w+: )?((?:[^()]|\([^()]*\))*)\)", r"\1", context).removeprefix("raised exception ")
+    return re.sub(r"\(\[(.*)\]\)$", r"(\1)", shown)
 
 
 def _also(raised: type[BaseException] | None) -> type[CaptureError]:
@@ -135,18 +155,53 @@ def may_part(error: BaseException) -> bool:
     return not re.search(_ONLY_WHOLE, str(error).partition("from user code")[0])
 
 
-_BREAKS = (  # torch's reasons for another graph, in plain words
-    (r"generic_jump|[Dd]ata.dependent branching", "a branch on what a tensor holds"),
-    (r"\.item\(\)|depends on what tensors hold|data-dependent", "a shape or Python value that depends on what a tensor holds"),
+RUNS_A_BACKWARD = "runs a backward"
+# What a line does that torch cannot capture, for the first expression that occurs in the first line of torch's report.
+_DOES = (
+    (r"generic_jump|[Dd]ata.dependent (branching|assertion)|control flow", "branches on what a tensor holds"),
+    (
+        r"\.item\(\)|tolist|what tensors hold|[Dd]ata.dependent|[Dd]ynamic (shape|slicing)|[Uu]nbacked|non-scalar tensor|"
+        r"index\(Tensor\)|Tensor comparison",
+        "takes a shape or Python value from what a tensor holds",
+    ),
+    (r"backward\(\)", RUNS_A_BACKWARD),
+    (r"autograd[._]grad|grad_fn", "takes gradients of what is not all captured"),
+    (r"requires_grad|retain_grad", "changes whether a tensor requires or keeps a gradient"),
+    (r"[Hh]ook", "adds or removes a hook"),
+    (r"[Cc]ontext ?manager|contextlib|ContextWrapping|escaped from compiled", "enters a context that torch cannot follow"),
+    (r"set_materialize_grads|autograd\.?_?[Ff]unction", "calls an autograd.Function that torch cannot follow"),
+    (r"[Rr]andom|Generator\b|seed\b|uniform_", "draws random numbers from elsewhere than torch's default generator"),
+    (r"[Nn]um[Pp]y|ndarray", "computes with numpy what torch does not know"),
+    (
+        r"[Ss]parse|[Nn]ested.?[Tt]ensor|subclass|Torch[Ss]cript|ScriptModule|jit\b|[Oo]paque",
+        "uses a kind of tensor or module that no graph holds",
+    ),
+    (
+        r"(method|function) call|marked as skipped|disable\(\)|skip_frame|graph_break\(\)|Skip ",
+        "calls a function that torch does not look into",
+    ),
+    (
+        r"HOP\b|[Hh]igher.?[Oo]rder|functorch|torch\.(cond|while_loop|scan|map|associative_scan)|custom [jv][jv]p",
+        "uses a transform that torch cannot follow",
+    ),
+    (r"fake tensor|FakeTensor|meta kernel|PT2-compliant", "calls an operation whose shapes torch cannot find without values"),
+    (r"[Gg]raph break|in loop|[Cc]omprehension", "leads to a line that torch cannot capture"),
+    (r"__\w+__|attr|[Mm]issing|not implemented|[Rr]econstruct", "reads or changes an object in a way that torch cannot follow"),
 )
+_UNKNOWN = "does what torch cannot capture"
+
+
+def what_it_does(report: str) -> str:
+    """Says what a line does that cannot be captured, by the first line of torch's report, in a verb and its objects."""
+    return next((does for expression, does in _DOES if re.search(expression, report)), _UNKNOWN)
 
 
 def why_and_where(reason: BaseException | str, report: str) -> tuple[str, str]:
-    """Returns why a line cannot be part of a graph, and the user's line that ``report`` names, as a sentence's end."""
+    """Returns what a line does that cannot be part of a graph, and the user's line that ``report`` names, as a sentence's
+    end."""
     first = first_line(reason) if isinstance(reason, BaseException) else reason
-    words = next((plain for expression, plain in _BREAKS if re.search(expression, first)), first)
     named = re.search(r"\n  at [^\n]*", str(reason))
-    return words, place_in(report) or (named[0] if named else "")
+    return what_it_does(first), place_in(report) or (named[0] if named else "")
 
 
 def with_place(error: MtcompileError, report: BaseException) -> MtcompileError:

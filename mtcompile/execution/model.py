@@ -32,6 +32,8 @@ from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroB
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import free_nbytes, peak_reserved_nbytes, reservable_nbytes
 from mtcompile.options import Options
+from mtcompile.passes.joint.exceptions import of_all
+from mtcompile.passes.plan import Plan
 from mtcompile.references import weakly
 from mtcompile.runtime.devices.caching import needed_nbytes
 from mtcompile.runtime.devices.protocol import Device
@@ -122,6 +124,7 @@ class CompiledModel:
         for program in self.programs:
             program.release()
         self._programs.clear()
+        self._collector.parts.clear()
         self.session.release()
         self.door.release()
 
@@ -179,6 +182,8 @@ class CompiledModel:
             size = size_of_call(model, args, kwargs, self.device.where)
             if (needed := self._plain.room_for(model, size)) is not None:
                 return self._plain(model, size, needed, args, kwargs)
+        if trains:
+            self._collector.parts.clear()
         output = self._captured(model, *args, **kwargs)
         if self._has_new_parts and trains:
             self._has_new_parts = False
@@ -274,6 +279,21 @@ class CompiledModel:
     def programs(self) -> tuple[Program, ...]:
         """The programs that Dynamo may call."""
         return tuple(self._programs.values())
+
+    @property
+    def parts(self) -> tuple[CompiledStep, ...]:
+        """What the last training call ran, in order, of a forward that is compiled in parts; else nothing."""
+        return tuple(self._collector.parts.values())
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the program that last trained. Of a forward in parts, with the ``numerics`` of all."""
+        last, parts = self.session.last, self.parts
+        if last is None or not parts:
+            return None if last is None else last.plan
+        numerics = of_all([part.problem.numerics for part in parts])
+        note = f"the forward is compiled in parts, {len(parts)} of them with a plan: but for numerics, this is that of one part"
+        return replace(last.plan, numerics=str(numerics), notes=(*last.plan.notes, note))
 
     @property
     def between_backward_and_step(self) -> bool:

@@ -49,9 +49,11 @@ class MicroBatchCalls:
 
 @dataclass(slots=True)
 class Collector:
-    """Shared by the programs of one model: ``batch`` holds the calls collected so far, or None while calls simply run."""
+    """Shared by the programs of one model: ``batch`` holds the calls collected so far, or None while calls simply run.
+    ``parts``: what the last training call ran, in order, of the programs that are part of a forward."""
 
     batch: MicroBatchCalls | None = None
+    parts: dict[Program, CompiledStep] = field(default_factory=dict)
 
 
 class Program:
@@ -111,9 +113,14 @@ class Program:
 
     def _computed(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         compiled = self.compile()  # before autograd looks at the inputs: planning may send a parameter to another device
+        self._note_part(compiled)
         if self.trains:
             return _Step.apply(self, compiled, *self._differentiated(inputs))  # type: ignore[no-any-return,no-untyped-call]
         return self.session.infer(compiled, inputs)
+
+    def _note_part(self, compiled: CompiledStep) -> None:
+        if self.description.is_part and torch.is_grad_enabled():
+            self.collector.parts[self] = compiled
 
     def _differentiated(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """The inputs, detached where no gradient can flow back. An input may be a result of the previous call, such as the
@@ -135,6 +142,8 @@ class Program:
         compiled = self.compile_once(captured)
         assert captured.tangents is not None
         self.pattern = captured.tangents
+        if self in self.collector.parts:
+            self.collector.parts[self] = compiled
         return compiled
 
     def compile_once(self, captured: CapturedStep) -> CompiledStep:

@@ -90,6 +90,7 @@ from mtcompile.torch_private.numpy_calls import (
 from mtcompile.torch_private.raising_branches import (
     checking_branches,
 )
+from mtcompile.torch_private.side_actions import differentiates, seeing_hooks, tracing_side_actions
 from mtcompile.torch_private.thread_setting import is_locked, one_at_a_time, process_lock
 from mtcompile.torch_private.tracing import (
     LiveBytes,
@@ -132,6 +133,7 @@ __all__ = [
     "computing_numpy",
     "counting_losses",
     "cpu_allocator_peak",
+    "differentiates",
     "dispatch_mode",
     "expand_segments",
     "expecting_values",
@@ -184,6 +186,7 @@ __all__ = [
     "refusing_random_numbers",
     "returned_leaf",
     "saving_hook",
+    "seeing_hooks",
     "set_grad_enabled",
     "shares_storage",
     "storage_holders",
@@ -194,6 +197,7 @@ __all__ = [
     "tracing_joint",
     "tracing_limits_of_deques",
     "tracing_new_leaves",
+    "tracing_side_actions",
     "tracing_wide_grouped_products",
     "within_a_graphs_mode",
     "without_break_warnings",

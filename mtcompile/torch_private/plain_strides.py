@@ -38,14 +38,24 @@ _PRODUCTS = ("aten::addmm_", "aten::addbmm_", "aten::baddbmm_", "aten::addmv_", 
 _RESERVING = (aten.mkldnn_rnn_layer.default, aten._cudnn_rnn.default, aten.miopen_rnn.default)
 
 
+# A CPU's keep the statistics of half-precision rows in fp32 where the weight is, which torch's shape functions do not say.
+_NORMS = (
+    aten.native_layer_norm.default,
+    aten.native_group_norm.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+)
+
 _observe = ThreadSetting[Observe | None](None)
+_wide_statistics = ThreadSetting(False)
 
 
 @contextlib.contextmanager
-def plain_strides(observe: Observe | None) -> Iterator[None]:
-    """Traces inside, in this thread, give results the strides that ``observe`` sees; None: those that are there outside."""
+def plain_strides(observe: Observe | None, wide_statistics: bool = False) -> Iterator[None]:
+    """Traces inside, in this thread, give results the strides that ``observe`` sees; None: those that are there outside.
+    ``wide_statistics``: and statistics of norms their dtypes, which gradients of gradients compute with."""
     _replace_dispatch()
-    with _observe.during(observe):
+    with _observe.during(observe), _wide_statistics.during(wide_statistics):
         yield
 
 
@@ -63,6 +73,9 @@ def _as_observed(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         if observe is not None and func in _RESERVING and torch.is_grad_enabled():
             return _reserving(dispatch(mode, func, types, args, kwargs or {}), func, args)
         result = dispatch(mode, func, types, args, kwargs or {})
+        if func in _NORMS and _wide_statistics.value and args[0].device.type == "cpu":
+            dtype = next((other.dtype for other in args[1:] if isinstance(other, torch.Tensor)), args[0].dtype)
+            return result[0], *(statistic.to(dtype) for statistic in result[1:])
         if observe is None or not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable:
             return result
         if func is aten.view.default and 1 in result.shape:
@@ -139,12 +152,23 @@ def _as_node(func: Any, args: Any, kwargs: Any) -> fx.Node:
 def _in_place(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(dispatch)
     def keeping_strides(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _observe.value is not None and func is aten.mul_.Scalar and args[0].device.type == "cpu":
+            args = (args[0], _rounded(args[1], args[0].dtype))
         result = dispatch(mode, func, types, args, kwargs)
         if _observe.value is not None and args and isinstance(args[0], FunctionalTensor) and _changes_first_operand(func):
             _keep_strides(args[0], func)
         return result
 
     return keeping_strides
+
+
+def _rounded(number: Any, dtype: torch.dtype) -> Any:
+    """A number as a CPU takes it for a product in place with half-precision values: rounded as they are. Formulas of torch's
+    own multiply so; a product that makes a new value takes the number as it is."""
+    if dtype not in (torch.bfloat16, torch.float16) or not isinstance(number, float):
+        return number
+    with plain_strides(None), _disable_current_modes(), no_python_dispatcher():
+        return torch.tensor(number, dtype=dtype).item()
 
 
 def _changes_first_operand(func: Any) -> bool:

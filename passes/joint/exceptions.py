@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -21,14 +22,38 @@ _DEPENDS_ON_VALUES = (aten.prod.default, aten.prod.dim_int, aten.cumprod.default
 _listed = functools.partial(listed, most=12)
 
 
-def contract(joint: fx.GraphModule, fuses: bool, changed: list[str]) -> list[str]:
-    """Returns sentences on the values of a normalized joint graph. ``fuses``: its kernels fuse operations; ``changed``: what
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What holds for the values of a step, in ``sentences``; ``differing``: the exceptions to that of equal bits."""
+
+    sentences: tuple[str, ...] = (BIT_EQUAL,)
+    differing: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        excepted = f", except ({') and ('.join(self.differing)})" if self.differing else ""
+        return "; ".join(sentence + excepted * (sentence == BIT_EQUAL) for sentence in self.sentences)
+
+    def between(self, before: str = "", after: str = "") -> Contract:
+        """The same with a sentence before it, and one after it, where they are given."""
+        return replace(self, sentences=tuple(filter(None, (before, *self.sentences, after))))
+
+
+def contract(joint: fx.GraphModule, fuses: bool, changed: list[str]) -> Contract:
+    """Returns what holds for the values of a normalized joint graph. ``fuses``: its kernels fuse operations; ``changed``: what
     cutting it changes."""
     attention = [f"attention by {kernels}"] if (kernels := _attention_kernels(joint)) else []
     if fuses:
-        return [*attention, _FUSED, *changed]
-    differing = [*exceptions(joint), *changed]
-    return [*attention, BIT_EQUAL + (f", except ({') and ('.join(differing)})" if differing else "")]
+        return Contract((*attention, _FUSED, *changed))
+    return Contract((*attention, BIT_EQUAL), (*exceptions(joint), *changed))
+
+
+def of_all(parts: Sequence[Contract]) -> Contract:
+    """What holds for a forward in several parts: each sentence and exception of each part once."""
+    return Contract(_once(part.sentences for part in parts), _once(part.differing for part in parts))
+
+
+def _once(sentences: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(sentence for each in sentences for sentence in each))
 
 
 def exceptions(joint: fx.GraphModule) -> list[str]:
@@ -43,12 +68,14 @@ def exceptions(joint: fx.GraphModule) -> list[str]:
         sentences.append(f"the gradient of {_listed(operations)}: its plain formula depends on the values")
     if unordered := joint.meta.get("unordered", ()):
         sentences.append(f"the gradient of {_listed(unordered)}: those of the views of it that are returned are added up first")
+    is_part = joint.meta.get("is_part", False)
+    elsewhere = "with another use in forward or in the loss" if is_part else "with a loss term on it outside the model"
     if shared := [f"{name} ({len(uses)} uses)" for name, uses in _uses(joint, "param")]:
-        sentences.append(
-            f"with a loss term on it outside the model, the gradient of {_listed(shared)}: its uses are added up first"
-        )
+        sentences.append(f"{elsewhere}, the gradient of {_listed(shared)}: its uses are added up first")
+    elsewhere = "if used elsewhere in forward too" if is_part else "if used outside the model too"
+    also = " and of what it was computed from" if is_part else ""
     if shared := [f"{name} ({len(uses)} uses)" for name, uses in _uses(joint, "input")]:
-        sentences.append(f"if used outside the model too, the gradient of {_listed(shared)}: its uses in it are added up first")
+        sentences.append(f"{elsewhere}, the gradient of {_listed(shared)}{also}: its uses in it are added up first")
     if cast := [f"{name} (to {dtype})" for name, dtype in _cast_at_each_use(joint)]:
         sentences.append(f"if autocast casts it, the gradient of {_listed(cast)}: plain PyTorch adds its uses up in that dtype")
     return sentences

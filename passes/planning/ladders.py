@@ -205,7 +205,7 @@ def decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
         if block in problem.fixed_homes
     )
     budgets = problem.budgets
-    plan = Plan(decisions=fixed, budget_bytes=budgets.nbytes, machine=problem.machine.name, numerics=problem.numerics)
+    plan = Plan(decisions=fixed, budget_bytes=budgets.nbytes, machine=problem.machine.name, numerics=str(problem.numerics))
     plan = replace(plan, parts=tuple(sorted(budgets.parts)))
     if any(decision.choice == "disk" for decision in fixed):
         plan = replace(plan, disk_lookahead=1, disk_direct=budgets.disk_direct is True)

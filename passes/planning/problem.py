@@ -11,7 +11,7 @@ from torch import fx
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.joint.exceptions import BIT_EQUAL
+from mtcompile.passes.joint.exceptions import Contract
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
 from mtcompile.runtime.schedule import Schedule
@@ -22,14 +22,14 @@ from mtcompile.runtime.usage import held_between_phases
 class PlanningProblem:
     """A step to be planned. ``step``: the step graph before any rewrite. ``workspace``: bytes that a kernel's body needs beside
     its operands. ``fixed_homes``: home tier of each block that is decided already, by the model's first program or by
-    tensors of the user's that share its memory. ``numerics``: the contract in words."""
+    tensors of the user's that share its memory. ``numerics``: what holds for its values."""
 
     step: fx.GraphModule
     machine: Machine
     budgets: Budgets
     workspace: Workspace = workspace_nbytes
     fixed_homes: Mapping[str, str] = field(default_factory=dict)
-    numerics: str = BIT_EQUAL
+    numerics: Contract = field(default_factory=Contract)
 
     def differs_in_limits(self, other: PlanningProblem) -> bool:
         """Tells whether it differs from another problem at most in the bytes of its device and its host."""

@@ -6,6 +6,7 @@ A new torch that fails here tells what moved, before any model does.
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+import mtcompile
 from mtcompile import torch_private
 from mtcompile.capture.description import Description, describe
 from mtcompile.capture.dynamo import front_end
@@ -182,3 +184,18 @@ def test_two_programs_have_one_key_only_if_they_are_traced_alike() -> None:
     key = joint_key(description, (True, False))
     assert key is not None and key == joint_key(description, (True, False))
     assert key != joint_key(description, None) and key != joint_key(other, (True, False))
+
+
+@pytest.mark.filterwarnings("error:the forward is compiled in parts")
+def test_hidden_states_and_attentions_of_transformers_part_nothing() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attn_implementation="eager"))
+    compiled = mtcompile.compile(copy.deepcopy(plain), memory="1GiB")
+    tokens, seen = torch.randint(0, 50, (2, 8)), list[list[torch.Tensor]]()
+    for model in (plain, compiled):
+        out = model(tokens, labels=tokens, output_hidden_states=True, output_attentions=True)
+        (out.loss + sum(hidden.square().mean() for hidden in out.hidden_states)).backward()
+        seen.append([out.loss, *out.hidden_states, *out.attentions, *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *seen))

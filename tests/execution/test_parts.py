@@ -135,7 +135,41 @@ def test_each_break_is_named_once() -> None:
     texts = [str(each.message) for each in caught if "compiled in parts" in str(each.message)]
     lines = ("if x.sum() > 0:", "self.means.append(x.mean().item())", "if self.breaks and hidden.mean().item() > 0:")
     assert [sum(line in text for text in texts) for line in lines] == [1, 1, 1], texts
+    assert all("holds\n  at " in text and "results stay the same" not in text for text in texts)
     assert len(model.means) == len(batches())
+
+
+class Spread(nn.Module):
+    """Uses what one part makes, and a parameter, several times in other parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early = torch.tanh(self.first(x))
+        if early.sum() > 1e9:
+            early = early * 2
+        middle = early.exp() + early.sin() * self.twice(self.twice(early))
+        if middle.sum() > 1e9:
+            middle = middle * 2
+        return (self.last(middle) + early.cos() * self.twice(middle)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:the forward is compiled in parts")
+def test_the_plan_says_what_holds_for_all_parts() -> None:
+    torch.manual_seed(0)
+    expected, x = Spread(), torch.randn(16, WIDTH)
+    model = mtcompile.compile(copy.deepcopy(expected), memory="1GiB")
+    for each in (expected, model):
+        each(x).backward()
+    differing = {name for name, p in expected.named_parameters() if not torch.equal(p.grad, model.get_parameter(name).grad)}
+    assert differing and differing <= {"first.weight", "first.bias", "twice.weight", "twice.bias"}
+    numerics = model.plan.numerics
+    assert numerics.count("bit-equal to plain PyTorch") == numerics.count("twice.weight (2 uses)") == 1
+    assert "the gradient of early (3 uses) and of what it was computed from" in numerics
+    assert "in parts, 3 of them" in str(model.plan) and numerics in str(model.plan)
+    assert model.explain("first.weight").values  # which the last part does not read
 
 
 @pytest.mark.filterwarnings("ignore:the forward is compiled in parts")
