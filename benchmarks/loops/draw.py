@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from dataclasses import replace
 from random import Random
 from string import Template
-from typing import Any, TypeVar
+from typing import Any
 
-from benchmarks.loops.events import EVENTS, READY, SETUP, Kind
+from benchmarks.loops.events import BACKWARDED, END, EVENTS, FORWARDED, IN_STEP, READY, SETUP, START, STEPPED, Kind
 from benchmarks.loops.modules import FORMS, LAYERS
 from benchmarks.loops.program import LARGE, OPTIMIZERS, Event, Program
 
-T = TypeVar("T")
 MOST_STEPS = 3
+PLACES = (START, "forward", FORWARDED, "backward", BACKWARDED, "step", STEPPED, "zero_grad", END)
 _POLICIES = ("resident", "megatrain", "checkpoint-all", "offload-all", "zero3-offload")
 
 
@@ -28,8 +29,9 @@ def drawn(seed: int) -> Program:
     optimizer = rng.choice(list(OPTIMIZERS))
     options = _options(rng)
     memory = rng.choices((LARGE, "middle", "least"), (4, 1, 3))[0]
-    draft = Program(layers, tokens, tied, form, optimizer, options, memory, ())
-    return Program(layers, tokens, tied, form, optimizer, options, memory, _events(rng, draft))
+    late, binding = rng.random() < 0.08, rng.choices(("compile", "bind", "none"), (9, 1, 0 if dict(options) else 1))[0]
+    draft = Program(layers, tokens, tied, form, optimizer, options, memory, (), late, binding)
+    return replace(draft, events=_events(rng, draft))
 
 
 def _options(rng: Random) -> tuple[tuple[str, Any], ...]:
@@ -55,52 +57,53 @@ def _options(rng: Random) -> tuple[tuple[str, Any], ...]:
 
 def _events(rng: Random, draft: Program) -> tuple[Event, ...]:
     has, options = _traits(draft), dict(draft.options)
-    steps = rng.randint(2, MOST_STEPS)
-    plain_step = "clipped_step" if "max_grad_norm" in options else "step"
-    loops: list[dict[str, list[Event]]] = []
     sees_weights = rng.random() < 0.5
-    for _ in range(steps):
-        loop: dict[str, list[Event]] = {
-            "start": [],
-            "forward": [Event("forward", "forward")],
-            "forwarded": [],
-            "backward": [Event("backward", "backward")],
-            "backwarded": [Event("see_gradients", "backwarded")] if "update" not in options else [],
-            "step": [Event(plain_step, "step")],
-            "stepped": [Event("see_weights", "stepped")] if sees_weights else [],
-            "zero_grad": [Event("zero_grad", "zero_grad")],
-            "end": [],
-        }
-        loops.append(loop)
+    loops = [plain_loop(draft, step, sees_weights) for step in range(rng.randint(2, MOST_STEPS))]
     before: list[Event] = []
     ready: list[Event] = []
     fitting = {name: kind.weight for name, kind in EVENTS.items() if (kind.places or kind.instead) and _fits(kind, has)}
     if "max_grad_norm" in options:  # the plain run clips in a plain step only
         fitting = {name: weight for name, weight in fitting.items() if EVENTS[name].instead != "step" and "step" not in name}
+    zero_first = rng.choices(("zero_grad", START, FORWARDED), (6, 3, 1))[0]
+    for loop in loops if zero_first != "zero_grad" else ():
+        loop[zero_first] = [replace(event, place=zero_first) for event in loop["zero_grad"]]
+        loop["zero_grad"] = []
     for _ in range(rng.randint(1, 5)):
         name = _weighted(rng, fitting)
         kind = EVENTS[name]
         names = _names(rng, draft, kind)
-        if names is None:
-            continue
         chosen = loops if rng.random() < 0.4 else [rng.choice(loops)]
-        if kind.instead:
-            for loop in chosen:
-                loop[kind.instead] = [Event(name, kind.instead, names)]
-            continue
-        place = rng.choice(kind.places)
-        event = Event(name, place, names)
-        if place in (SETUP, READY):
-            (before if place == SETUP else ready).append(event)
-            continue
+        place = kind.instead or rng.choice(kind.places)
         first = rng.random() < 0.5
+        if names is None or (kind.reads and place == BACKWARDED and "update" in options):
+            continue
+        if place in (SETUP, READY):
+            (before if place == SETUP else ready).append(Event(name, place, names=names))
+            continue
         for loop in chosen:
-            loop[place].insert(0 if first else len(loop[place]), event)
+            event = Event(name, place, loops.index(loop), names)
+            if kind.instead:
+                loop[place] = [event]
+            else:
+                loop[place].insert(0 if first else len(loop[place]), event)
+            if kind.then[0]:
+                loop[kind.then[1]].append(Event(*kind.then, event.step, names))
     flat = [event for loop in loops for events in loop.values() for event in events]
-    return (*before, *ready, *_allowed(flat, has), Event("see_all", "end"))
+    return (*before, *ready, *_allowed(flat), Event("see_all", "end"))
 
 
-def _allowed(events: list[Event], has: frozenset[str]) -> list[Event]:
+def plain_loop(program: Program, step: int, sees_weights: bool) -> dict[str, list[Event]]:
+    """A step as in the plain loop, by place."""
+    kinds: dict[str, str] = dict.fromkeys((*IN_STEP, "forward", "backward", "step", "zero_grad"), "")
+    options = dict(program.options)
+    kinds["forward"], kinds["backward"], kinds["zero_grad"] = "forward", "backward", "zero_grad"
+    kinds["step"] = "clipped_step" if "max_grad_norm" in options else "step"
+    kinds[BACKWARDED] = "" if "update" in options else "see_gradients"
+    kinds[STEPPED] = "see_weights" if sees_weights else ""
+    return {place: [Event(kinds[place], place, step)] if kinds[place] else [] for place in PLACES}
+
+
+def _allowed(events: list[Event]) -> list[Event]:
     """Leaves out what docs/guarantees.md excepts, because of what else the program does."""
     kinds = {event.kind for event in events}
     if "autocast" in kinds:  # casts of weights that are changed through .data, and double backwards
@@ -121,8 +124,10 @@ def _traits(draft: Program) -> frozenset[str]:
         "once": bool(_once(draft)),
         "unrepeated": not draft.tied and not any(kind.repeats for kind in kinds),
         "setting": any(kind.setting for kind in kinds),
+        "stored": bool(_stored(draft)),
+        "free_head": not draft.tied and draft.form != "weight" and draft.optimizer != "groups",
+        "not_skipped": dict(draft.options).get("nonfinite") != "skip",
         "float_states": draft.optimizer in ("adamw", "amsgrad", "rmsprop", "adagrad", "groups"),
-        "no_autocast": True,
     }
     return frozenset(name for name, value in checks.items() if value)
 
@@ -134,13 +139,12 @@ def _fits(kind: Kind, has: frozenset[str]) -> bool:
 def _once(draft: Program) -> list[str]:
     """Modules whose weight a forward uses once."""
     own = [Template(f"model.{LAYERS[kind].once}").substitute(i=number) for kind, number in draft.layers if LAYERS[kind].once]
-    sequences = {"mlp", "checkpointed"}
-    own = [f"{name}[0]" if kind in sequences else name for name, kind in zip(own, _kinds_once(draft))]
     return own + ([] if draft.tied or draft.form == "weight" else ["model.head"])
 
 
-def _kinds_once(draft: Program) -> list[str]:
-    return [kind for kind, _ in draft.layers if LAYERS[kind].once]
+def _stored(draft: Program) -> list[str]:
+    """Hidden states that the model keeps."""
+    return [f"model.kept{number}" for kind, number in draft.layers if kind == "kept"]
 
 
 def _modules(draft: Program) -> list[str]:
@@ -151,20 +155,20 @@ def _modules(draft: Program) -> list[str]:
 def _names(rng: Random, draft: Program, kind: Kind) -> tuple[tuple[str, str], ...] | None:
     """Chooses the parameters and modules of an event; None if there are none."""
     once = _once(draft)
-    settings = [
-        Template(LAYERS[layer].setting).substitute(i=number) for layer, number in draft.layers if LAYERS[layer].setting
-    ]
+    settings = [Template(LAYERS[layer].setting).substitute(i=number) for layer, number in draft.layers if LAYERS[layer].setting]
     terms = list(FORMS[draft.form].terms)
     choices = {
         "p": [f"{name}.weight" for name in once],
         "q": [*(f"{name}.weight" for name in once), "model.head.weight"],
         "m": _modules(draft),
+        "s": _stored(draft),
         "setting": settings,
         "term": terms,
     }
+    used = set(re.findall(r"\$(\w+)", kind.text))
     names = []
     for key, values in choices.items():
-        if f"${key}" in kind.text:
+        if key in used:
             if not values:
                 return None
             names.append((key, rng.choice(values)))
@@ -173,8 +177,3 @@ def _names(rng: Random, draft: Program, kind: Kind) -> tuple[tuple[str, str], ..
 
 def _weighted(rng: Random, weights: dict[str, int]) -> str:
     return rng.choices(list(weights), list(weights.values()))[0]
-
-
-def shortened(values: Sequence[T], index: int) -> tuple[T, ...]:
-    """Without one."""
-    return (*values[:index], *values[index + 1 :])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SETUP, READY, START, FORWARDED, BACKWARDED, STEPPED, END = "setup", "ready", "start", "forwarded", "backwarded", "stepped", "end"
+SETUP, READY = "setup", "ready"
+START, FORWARDED, BACKWARDED, STEPPED, END = "start", "forwarded", "backwarded", "stepped", "end"
 IN_STEP = (START, FORWARDED, BACKWARDED, STEPPED, END)
 ANYWHERE = (READY, *IN_STEP)
 
@@ -17,7 +18,10 @@ ANYWHERE = (READY, *IN_STEP)
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of event. ``places``: where it is inserted; ``instead``: or which event of the plain loop it replaces; ``needs``:
-    what the program must be, see ``draw``; ``setup``: lines before the model is compiled."""
+    what the program must be, see ``draw``; ``setup``: lines before the model is compiled; ``reads``: it shows weights or
+    optimizer
+    state, which updates in the backward have changed before ``step`` (docs/guarantees.md); ``then``: an event of the same step
+    that goes with it, and its place."""
 
     text: str
     places: tuple[str, ...] = ()
@@ -25,6 +29,8 @@ class Kind:
     needs: tuple[str, ...] = ()
     setup: str = ""
     weight: int = 2
+    reads: bool = False
+    then: tuple[str, str] = ("", "")
 
 
 def _for_gradients(line: str) -> str:
@@ -61,7 +67,9 @@ _SCALER = "scaler = torch.amp.GradScaler('cpu', init_scale=8.0)"
 _SCHEDULER = "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)"
 _SAVED = "saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))"
 _AVERAGE = "average = {name: p.data.clone() for name, p in model.named_parameters()}"
-_STATES = "for state in optimizer.state.values():\n    for value in state.values():\n        if torch.is_tensor(value):\n            "
+_STATES = (
+    "for state in optimizer.state.values():\n    for value in state.values():\n        if torch.is_tensor(value):\n            "
+)
 
 EVENTS: dict[str, Kind] = {
     # The plain loop.
@@ -75,6 +83,10 @@ EVENTS: dict[str, Kind] = {
     "zero_grad": Kind("optimizer.zero_grad()"),
     "see_gradients": Kind(_SEE_GRADIENTS),
     "see_weights": Kind(_SEE_WEIGHTS),
+    "see_input": Kind("see('input', x.grad)"),
+    "see_hidden": Kind("see('hidden gradient', hidden.grad)"),
+    "see_stored": Kind("see('stored gradient', $s.grad)"),
+    "hook_removed": Kind("handle.remove()"),
     "see_all": Kind(_SEE_ALL),
     # Other forwards.
     "other_size": Kind("x = $other\n$call\nsee('loss', loss)", instead="forward", weight=3),
@@ -84,10 +96,21 @@ EVENTS: dict[str, Kind] = {
         instead="forward",
         weight=4,
     ),
-    "input_gradient": Kind("x = $batch.requires_grad_()\n$call\nsee('loss', loss)", instead="forward", needs=("floats",), weight=3),
-    "with_term": Kind("x = $batch\n$call\nloss = loss + $term\nsee('loss', loss)", instead="forward", needs=("terms",), weight=4),
+    "input_gradient": Kind(
+        "x = $batch.requires_grad_()\n$call\nsee('loss', loss)",
+        instead="forward",
+        needs=("floats",),
+        weight=3,
+        then=("see_input", BACKWARDED),
+    ),
+    "with_term": Kind(
+        "x = $batch\n$call\nloss = loss + $term\nsee('loss', loss)", instead="forward", needs=("terms",), weight=4
+    ),
     "outside_penalty": Kind(
-        "x = $batch\n$call\nloss = loss + 0.1 * $p.square().sum()\nsee('loss', loss)", instead="forward", needs=("once",), weight=3
+        "x = $batch\n$call\nloss = loss + 0.1 * $p.square().sum()\nsee('loss', loss)",
+        instead="forward",
+        needs=("once",),
+        weight=3,
     ),
     "two_forwards": Kind(
         "x = $batch\n$call\nfirst = loss\nx = $batch\n$call\nloss = loss + first\nsee('loss', loss)",
@@ -96,7 +119,7 @@ EVENTS: dict[str, Kind] = {
         weight=3,
     ),
     "dropped_forward": Kind("x = $batch\n$call\nx = $batch\n$call\nsee('loss', loss)", instead="forward"),
-    "raised_between": Kind("x = $batch\n$call\ndel loss, result, out\nx = $batch\n$call", instead="forward", weight=1),
+    "deleted_loss": Kind("x = $batch\n$call\ndel loss, result, out\nx = $batch\n$call", instead="forward", weight=1),
     "autocast": Kind(
         "x = $batch\nwith torch.autocast('cpu', dtype=torch.bfloat16):\n    $call_indented\nsee('loss', loss)",
         instead="forward",
@@ -148,7 +171,8 @@ EVENTS: dict[str, Kind] = {
     "no_step": Kind("pass", instead="step"),
     "step_again": Kind("optimizer.step()", (STEPPED, END)),
     "hand_step": Kind(
-        f"with torch.no_grad():\n    for p in model.parameters():\n        if p.grad is not None:\n            p.sub_(0.1 * p.grad)",
+        "with torch.no_grad():\n    for p in model.parameters():\n"
+        "        if p.grad is not None:\n            p.sub_(0.1 * p.grad)",
         instead="step",
         weight=1,
     ),
@@ -170,7 +194,9 @@ EVENTS: dict[str, Kind] = {
         (BACKWARDED,),
     ),
     "read_gradients": Kind(_SEE_GRADIENTS, IN_STEP),
-    "read_norms": Kind("see('norms', [p.grad.norm() for p in model.parameters() if p.grad is not None])", (BACKWARDED, STEPPED)),
+    "read_norms": Kind(
+        "see('norms', [p.grad.norm() for p in model.parameters() if p.grad is not None])", (BACKWARDED, STEPPED)
+    ),
     "scale_gradients": Kind(_for_gradients("p.grad.mul_(0.5)"), (BACKWARDED,)),
     "scale_gradients_data": Kind(_for_gradients("p.grad.data *= 0.5"), (BACKWARDED,), weight=1),
     "replace_gradients": Kind(_for_gradients("p.grad = p.grad * 0.5"), (BACKWARDED,)),
@@ -187,7 +213,7 @@ EVENTS: dict[str, Kind] = {
     "other_optimizer": Kind(
         "second = torch.optim.SGD(model.parameters(), lr=0.05)\nsecond.step()", (BACKWARDED, STEPPED), weight=1
     ),
-    "read_states": Kind("see('states', list(optimizer.state.values()))", IN_STEP),
+    "read_states": Kind("see('states', list(optimizer.state.values()))", IN_STEP, reads=True),
     "change_states": Kind(f"{_STATES}value.mul_(0.5)", IN_STEP, needs=("float_states",)),
     "clear_states": Kind("optimizer.state.clear()", (START, END), weight=1),
     "step_pre_hook": Kind(
@@ -210,7 +236,7 @@ EVENTS: dict[str, Kind] = {
     # Weights.
     "in_place_weight": Kind("with torch.no_grad():\n    $q.mul_(0.9)", ANYWHERE, weight=3),
     "data_weight": Kind("$q.data.clamp_(-0.2, 0.2)", (READY, START, BACKWARDED, STEPPED, END)),
-    "data_weight_between": Kind("$q.data.mul_(0.5)", (FORWARDED,), needs=("no_autocast",), weight=1),
+    "data_weight_between": Kind("$q.data.mul_(0.5)", (FORWARDED,), weight=1),
     "averaged": Kind(
         "backup = {}\nfor name, p in model.named_parameters():\n    average[name] = 0.9 * average[name] + 0.1 * p.data\n"
         "    backup[name], p.data = p.data, average[name]\nwith torch.no_grad():\n    see('averaged', model($probe))\n"
@@ -219,7 +245,8 @@ EVENTS: dict[str, Kind] = {
         setup=_AVERAGE,
     ),
     "lerp_average": Kind(
-        "with torch.no_grad():\n    for name, p in model.named_parameters():\n        average[name].lerp_(p, 0.1)\nsee('average', average)",
+        "with torch.no_grad():\n    for name, p in model.named_parameters():\n        average[name].lerp_(p, 0.1)\n"
+        "see('average', average)",
         (STEPPED, END),
         setup=_AVERAGE,
     ),
@@ -232,19 +259,31 @@ EVENTS: dict[str, Kind] = {
         "model.load_state_dict(saved[0])\noptimizer.load_state_dict(saved[1])", (START, STEPPED, END), setup=_SAVED
     ),
     "save": Kind(_SAVED, (START, STEPPED, END), setup=_SAVED),
-    "see_states": Kind("see('model state', model.state_dict())\nsee('optimizer state', optimizer.state_dict())", IN_STEP),
+    "see_states": Kind(
+        "see('model state', model.state_dict())\nsee('optimizer state', optimizer.state_dict())", IN_STEP, reads=True
+    ),
     "reloaded": Kind(
         "states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))\nwith torch.no_grad():\n"
-        "    for p in model.parameters():\n        p.zero_()\nmodel.load_state_dict(states[0])\noptimizer.load_state_dict(states[1])",
+        "    for p in model.parameters():\n        p.zero_()\n"
+        "model.load_state_dict(states[0])\noptimizer.load_state_dict(states[1])",
         (END,),
         weight=1,
     ),
     "copied": Kind("with torch.no_grad():\n    see('copied', copy.deepcopy(model)($probe))", (END,), weight=1),
     # Calls without gradients, and modes.
-    "evaluated": Kind("model.eval()\nwith torch.no_grad():\n    see('evaluated', model($probe))\nmodel.train()", ANYWHERE, weight=4),
-    "evaluated_with_gradients": Kind("model.eval()\nsee('evaluated', model($probe))\nmodel.train()", (START, END), weight=1),
-    "train_no_grad": Kind("with torch.no_grad():\n    see('no_grad', model($probe))", ANYWHERE),
-    "inference": Kind("with torch.inference_mode():\n    see('inference', model($probe))", (START, BACKWARDED, END), weight=1),
+    "evaluated": Kind(
+        "model.eval()\nwith torch.no_grad():\n    see('evaluated', model($probe))\nmodel.train()",
+        ANYWHERE,
+        weight=4,
+        reads=True,
+    ),
+    "evaluated_with_gradients": Kind(
+        "model.eval()\nsee('evaluated', model($probe))\nmodel.train()", (START, END), weight=1, reads=True
+    ),
+    "train_no_grad": Kind("with torch.no_grad():\n    see('no_grad', model($probe))", ANYWHERE, reads=True),
+    "inference": Kind(
+        "with torch.inference_mode():\n    see('inference', model($probe))", (START, BACKWARDED, END), weight=1, reads=True
+    ),
     "eval_mode": Kind("model.eval()", (READY, START, END), weight=1),
     "setting": Kind("model.$setting", ANYWHERE, needs=("setting",), weight=2),
     "seeded": Kind("torch.manual_seed(3)", (FORWARDED, BACKWARDED), weight=1),
@@ -263,8 +302,12 @@ EVENTS: dict[str, Kind] = {
     "module_hook": Kind(
         "model.head.register_forward_hook(lambda module, args, output: output * 1.5)", (SETUP, READY, *IN_STEP), weight=2
     ),
-    "module_pre_hook": Kind("model.head.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))", (SETUP, READY, START)),
-    "model_hook": Kind("model.register_forward_hook(lambda module, args, output: see('hooked', output))", (SETUP, READY, START), weight=1),
+    "module_pre_hook": Kind(
+        "model.head.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))", (SETUP, READY, START)
+    ),
+    "model_hook": Kind(
+        "model.register_forward_hook(lambda module, args, output: see('hooked', output))", (SETUP, READY, START), weight=1
+    ),
     "model_pre_hook": Kind(
         "model.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))", (READY, START), needs=("floats",), weight=1
     ),
@@ -275,15 +318,116 @@ EVENTS: dict[str, Kind] = {
         weight=1,
     ),
     "module_backward_hook": Kind(
-        "model.head.register_full_backward_hook(lambda module, given, received: see('module', received[0]))", (SETUP, READY), weight=1
+        "model.head.register_full_backward_hook(lambda module, given, received: see('module', received[0]))",
+        (SETUP, READY),
+        weight=1,
     ),
     "loss_hook": Kind("loss.register_hook(lambda gradient: gradient * 2)", (FORWARDED,)),
     "out_hook": Kind("out.register_hook(lambda gradient: see('out gradient', gradient))", (FORWARDED,), needs=("out",)),
     "out_hook_scales": Kind("out.register_hook(lambda gradient: gradient * 0.5)", (FORWARDED,), needs=("out",)),
-    "hidden_hook": Kind("hidden.register_hook(lambda gradient: see('hidden gradient', gradient))", (FORWARDED,), needs=("hidden",)),
+    "hidden_hook": Kind(
+        "hidden.register_hook(lambda gradient: see('hidden gradient', gradient))", (FORWARDED,), needs=("hidden",)
+    ),
     "hidden_hook_scales": Kind("hidden.register_hook(lambda gradient: gradient * 0.5)", (FORWARDED,), needs=("hidden",)),
-    "retain_grad": Kind("hidden.retain_grad()", (FORWARDED,), needs=("hidden",)),
-    "see_hidden_gradient": Kind("see('hidden gradient', hidden.grad)", (BACKWARDED, STEPPED), needs=("hidden",)),
+    "retain_grad": Kind("hidden.retain_grad()", (FORWARDED,), needs=("hidden",), then=("see_hidden", BACKWARDED)),
+    "retain_grad_out": Kind(
+        "out.retain_grad()\nhidden = out", (FORWARDED,), needs=("out",), then=("see_hidden", BACKWARDED), weight=1
+    ),
+    "stored_retained": Kind("$s.retain_grad()", (FORWARDED,), needs=("stored",), weight=10, then=("see_stored", BACKWARDED)),
+    "stored_hook": Kind("$s.register_hook(lambda gradient: gradient * 0.5)", (FORWARDED,), needs=("stored",), weight=10),
+    "stored_grad": Kind(
+        "see('gradient', torch.autograd.grad(loss, $s, retain_graph=True)[0])", (FORWARDED,), needs=("stored",), weight=10
+    ),
+    "temporary_hook": Kind(
+        "handle = model.head.register_forward_hook(lambda module, args, output: output * 1.5)",
+        (START,),
+        then=("hook_removed", END),
+    ),
+    "temporary_parameter_hook": Kind(
+        "handle = $q.register_hook(lambda gradient: gradient * 0.5)", (START, FORWARDED), then=("hook_removed", END), weight=1
+    ),
+    # What surrounds or replaces calls.
+    "bad_call": Kind("try:\n    model(torch.ones(4, 5))\nexcept Exception:\n    pass", ANYWHERE),
+    "function_mode": Kind(
+        "class Halved(torch.overrides.TorchFunctionMode):\n"
+        "    def __torch_function__(self, function, types, args=(), kwargs=None):\n"
+        "        result = function(*args, **(kwargs or {}))\n"
+        "        return result * 0.5 if function is F.linear else result\n"
+        "x = $batch\nwith Halved():\n    $call_indented\nsee('loss', loss)",
+        instead="forward",
+        weight=1,
+    ),
+    "forward_replaced": Kind(
+        "plain_forward = Model.forward\nModel.forward = lambda self, x: plain_forward(self, -x)",
+        (READY, START, END),
+        needs=("floats",),
+        weight=1,
+    ),
+    "own_forward": Kind(
+        "linear_forward = model.head.forward\nmodel.head.forward = lambda rows: linear_forward(rows) * 0.5",
+        (SETUP, READY, START),
+        weight=1,
+    ),
+    "functional_call": Kind(
+        "weights = {name: p.detach() * 0.5 for name, p in model.named_parameters()}\n"
+        "see('functional', torch.func.functional_call(model, weights, ($probe,)))",
+        (READY, START, END),
+        weight=1,
+    ),
+    "functional_gradients": Kind(
+        "weights = {name: p.detach().clone() for name, p in model.named_parameters()}\n"
+        "def loss_of(weights):\n    result = torch.func.functional_call(model, weights, (x,))\n    $unpack_indented\n"
+        "    return $loss\n"
+        "see('functional', torch.func.grad(loss_of)(weights))",
+        (STEPPED, END),
+        weight=1,
+    ),
+    "forward_mode": Kind(
+        "with torch.autograd.forward_ad.dual_level():\n"
+        "    result = model(torch.autograd.forward_ad.make_dual($batch, torch.ones(4, 8)))\n    $unpack_indented\n"
+        "    see('tangent', torch.autograd.forward_ad.unpack_dual(out).tangent)",
+        (READY, START, END),
+        needs=("floats", "out"),
+        weight=1,
+    ),
+    "batched_gradients": Kind(
+        "see('batched', torch.autograd.grad(out, $q, torch.ones(2, *out.shape), is_grads_batched=True, retain_graph=True)[0])",
+        (FORWARDED,),
+        needs=("out",),
+        weight=1,
+    ),
+    "module_replaced": Kind("model.head = nn.Linear(8, $width)", (READY, END), needs=("free_head",), weight=1),
+    "parameter_replaced": Kind(
+        "model.head.weight = nn.Parameter(model.head.weight.detach() * 0.5)",
+        (READY, START, END),
+        needs=("free_head",),
+        weight=1,
+    ),
+    "vector_weights": Kind(
+        "nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 0.9, model.parameters())",
+        (READY, START, END),
+        weight=1,
+    ),
+    "averaged_model": Kind(
+        "averaged_model.update_parameters(model)\nsee('averaged model', dict(averaged_model.named_parameters()))",
+        (STEPPED, END),
+        setup="averaged_model = torch.optim.swa_utils.AveragedModel(model)",
+        weight=1,
+    ),
+    "detect_anomaly": Kind(
+        "with torch.autograd.detect_anomaly(check_nan=False):\n    loss.backward()", instead="backward", weight=1
+    ),
+    "backward_list": Kind("torch.autograd.backward([loss, 0.5 * loss])", instead="backward", weight=1),
+    "backward_created": Kind(
+        "loss.backward(create_graph=True)\nfor p in model.parameters():\n    if p.grad is not None:\n"
+        "        p.grad = p.grad.detach()",
+        instead="backward",
+        needs=("unrepeated",),
+        weight=1,
+    ),
+    "infinite_loss": Kind(
+        "x = $batch\n$call\nloss = loss * float('inf')\nsee('loss', loss)", instead="forward", needs=("not_skipped",), weight=1
+    ),
     # Other models.
     "gan": Kind(_GAN, (END,), needs=("floats",), setup=_GENERATOR, weight=1),
     "gan_frozen": Kind(

@@ -13,7 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -38,11 +38,12 @@ _OURS = str(Path(mtcompile.__file__).resolve().parent.parent)
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """``kind``: one of those above; ``says``: what was found, in a sentence; ``cause``: the same for programs that fail alike;
-    ``memory``: the budget it ran in; ``warned``: first lines of warnings."""
+    ``labels``: what differs, or the cause; ``memory``: the budget it ran in; ``warned``: first lines of warnings."""
 
     kind: str
     says: str = ""
     cause: str = ""
+    labels: tuple[str, ...] = ()
     memory: int | str = ""
     warned: tuple[str, ...] = ()
 
@@ -85,40 +86,39 @@ class Ran:
 
 def judge(program: Program) -> Verdict:
     """Runs a program as its reference, which is plain PyTorch in nearly all cases, and compiled."""
-    with _loaded(program) as function:
-        reference = _run(function, program.reference)
-        if program.reference is None and reference.error is not None and isinstance(reference.error, (NameError, SyntaxError)):
-            return Verdict(INVALID, _first_line(reference.error))
-        if isinstance(reference.error, mtcompile.MtcompileError):
-            return Verdict(REFUSED, _first_line(reference.error), _general(_first_line(reference.error)))
-        memory: int | str = program.memory if program.memory not in ("least", "middle") else 1
-        last = -1
-        for _ in range(5):
-            ours = _run(function, {"memory": memory, "device": "cpu", **dict(program.options)})
-            if not isinstance(ours.error, mtcompile.BudgetError) or not isinstance(memory, int) or memory == 0:
-                break
-            if ours.see.now == last and ours.error.minimum_bytes <= memory:
-                break
-            last = ours.see.now
-            memory = ours.error.minimum_bytes
-            if program.memory == "middle":
-                memory = memory * 13 // 10
-        verdict = _compared(program, function, reference, ours)
-    return Verdict(verdict.kind, verdict.says, verdict.cause, memory, ours.warned)
+    torch._dynamo.reset()
+    text = source(program, marks=True)
+    reference = _run(text, program.reference)
+    if program.reference is None and reference.error is not None and isinstance(reference.error, (NameError, SyntaxError)):
+        return Verdict(INVALID, _first_line(reference.error))
+    if isinstance(reference.error, mtcompile.MtcompileError):
+        return Verdict(REFUSED, _first_line(reference.error), _general(_first_line(reference.error)))
+    memory: int | str = program.memory if program.memory not in ("least", "middle") else 1
+    last = -1
+    for _ in range(5):
+        ours = _run(text, {"memory": memory, "device": "cpu", **dict(program.options)})
+        if not isinstance(ours.error, mtcompile.BudgetError) or not isinstance(memory, int) or memory == 0:
+            break
+        if ours.see.now == last and ours.error.minimum_bytes <= memory:
+            break
+        last = ours.see.now
+        memory = ours.error.minimum_bytes
+        if program.memory == "middle":
+            memory = memory * 13 // 10
+    verdict = _compared(program, text, reference, ours)
+    return replace(verdict, labels=verdict.labels or (verdict.cause,), memory=memory, warned=ours.warned)
 
 
 @contextmanager
-def _loaded(program: Program) -> Iterator[Callable[..., None]]:
-    """The program's function, from a file, of which errors name lines."""
-    torch._dynamo.reset()
+def _loaded(text: str) -> Iterator[Callable[..., None]]:
+    """The program of a source text, as a function of a module in a file, of which errors name lines."""
     with tempfile.TemporaryDirectory() as folder:
         name = f"drawn_{next(_NUMBERS)}"  # Dynamo keeps modules by their names
         path = Path(folder) / f"{name}.py"
-        path.write_text(source(program, marks=True))
+        path.write_text(text)
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
             yield module.program
@@ -126,7 +126,7 @@ def _loaded(program: Program) -> Iterator[Callable[..., None]]:
             del sys.modules[name]
 
 
-def _run(function: Callable[..., None], options: dict[str, Any] | None, until: int = -1) -> Ran:
+def _run(text: str, options: dict[str, Any] | None, until: int = -1) -> Ran:
     see, error, variables = See(until=until), None, {}
 
     def too_long(number: int, frame: FrameType | None) -> None:
@@ -137,7 +137,8 @@ def _run(function: Callable[..., None], options: dict[str, Any] | None, until: i
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            function(options, see, see.at)
+            with _loaded(text) as function:
+                function(options, see, see.at)
     except (Exception, TooLong) as raised:
         error, variables = raised, _variables(raised.__traceback__)
     finally:
@@ -156,7 +157,7 @@ def _variables(trace: TracebackType | None) -> dict[str, Any]:
     return {}
 
 
-def _compared(program: Program, function: Callable[..., None], reference: Ran, ours: Ran) -> Verdict:
+def _compared(program: Program, text: str, reference: Ran, ours: Ran) -> Verdict:
     error, ended = ours.error, ours.see.now
     raised = reference.error is not None
     if error is None and not raised:
@@ -175,24 +176,25 @@ def _compared(program: Program, function: Callable[..., None], reference: Ran, o
         return Verdict(BOTH_RAISE, _first_line(error))
     if not refused or _JARGON.search(str(error)):
         return Verdict(INTERNAL, words, _general(f"{type(error).__name__}: {_first_line(error)}"))
-    different = _difference(reference.see, ours.see, ended) or _state_after(program, function, ours)
+    different = _difference(reference.see, ours.see, ended) or _state_after(program, text, ours)
     if different is not None:
-        return Verdict(DIFFERENT, f"{different.says}\n  after {words}", f"{different.cause} after a refusal")
+        cause = f"{different.cause} after a refusal"
+        return Verdict(DIFFERENT, f"{different.says}\n  after {words}", cause, different.labels)
     return Verdict(REFUSED, words, _general(_first_line(error)))
 
 
 def _difference(reference: See, ours: See, ended: int | None) -> Verdict | None:
     """What differs first, of what was shown before the statement ``ended``."""
     keys = [key for key in {**reference.seen, **ours.seen} if ended is None or key[0] < ended]
-    for number, label in sorted(keys, key=lambda key: key[0]):
-        expected, found = reference.seen.get((number, label), []), ours.seen.get((number, label), [])
-        path = _differs(expected, found)
+    found = []
+    for key in sorted(keys, key=lambda key: key[0]):
+        path = _differs(reference.seen.get(key, []), ours.seen.get(key, []))
         if path is not None:
-            return Verdict(DIFFERENT, f"{label}{path} (statement {number})", f"{label}")
-    return None
+            found.append((f"{key[1]}{path} (statement {key[0]})", key[1]))
+    return Verdict(DIFFERENT, *found[0], tuple(dict.fromkeys(label for _, label in found))) if found else None
 
 
-def _state_after(program: Program, function: Callable[..., None], ours: Ran) -> Verdict | None:
+def _state_after(program: Program, text: str, ours: Ran) -> Verdict | None:
     """What a refusal has changed: weights, buffers and optimizer state must be those before the statement that was refused;
     with updates in the backward, weights and optimizer state may also be those after the update, as a step would leave them."""
     ended, error = ours.see.now, ours.error
@@ -203,8 +205,10 @@ def _state_after(program: Program, function: Callable[..., None], ours: Ran) -> 
     try:
         found = _state(ours.variables)
     except Exception as raised:
-        return Verdict(DIFFERENT, f"the state cannot be read: {type(raised).__name__}: {_first_line(raised)}", "state unreadable")
-    before = _run(function, None, until=ended).variables
+        return Verdict(
+            DIFFERENT, f"the state cannot be read: {type(raised).__name__}: {_first_line(raised)}", "state unreadable"
+        )
+    before = _run(text, None, until=ended).variables
     expected = _state(before)
     path = _differs(expected, found)
     options = dict(program.options)
@@ -230,8 +234,8 @@ def _state(variables: dict[str, Any]) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if isinstance(value, dict):
-        return {name: _copied(part) for name, part in value.items()}
+    if isinstance(value, dict):  # of a parameter without state, an optimizer may have an empty one or none
+        return {name: _copied(part) for name, part in value.items() if not isinstance(part, dict) or part}
     return [_copied(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -242,12 +246,16 @@ def _differs(expected: Any, found: Any, path: str = "") -> str | None:
             return f"{path}: {expected.dtype} {tuple(expected.shape)}, found {found.dtype} {tuple(found.shape)}"
         alike = (expected == found) | ((expected != expected) & (found != found))
         largest = (expected.double() - found.double()).abs().max().item() if not alike.all() else 0.0
-        return None if alike.all() else f"{path}: {int((~alike).sum())} of {alike.numel()} numbers differ, by up to {largest:.2g}"
+        return (
+            None if alike.all() else f"{path}: {int((~alike).sum())} of {alike.numel()} numbers differ, by up to {largest:.2g}"
+        )
     if isinstance(expected, dict) and isinstance(found, dict) and expected.keys() == found.keys():
         parts = ((_differs(expected[name], found[name], f"{path}[{name!r}]")) for name in expected)
         return next((part for part in parts if part is not None), None)
     if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
-        parts = (_differs(a, b, path if len(expected) == 1 else f"{path}[{i}]") for i, (a, b) in enumerate(zip(expected, found)))
+        parts = (
+            _differs(a, b, path if len(expected) == 1 else f"{path}[{i}]") for i, (a, b) in enumerate(zip(expected, found))
+        )
         return next((part for part in parts if part is not None), None)
     return None if type(expected) is type(found) and expected == found else f"{path}: {_short(expected)}, found {_short(found)}"
 
@@ -269,6 +277,10 @@ def _first_line(error: BaseException | None) -> str:
 def _general(text: str) -> str:
     """A sentence without what is of one program alone: names, numbers, addresses."""
     text = re.sub(r"(/[\w.-]+)+\.py(:\d+)?", "FILE", text)
-    text = re.sub(r"\b(model\.)?(l|o|n|w|t|mean|count|largest|scale|state|kept|seen)\d+(\.\w+)*\b|\bhead\.\w+\b|\bembed\.\w+\b", "NAME", text)
+    text = re.sub(
+        r"\b(model\.)?(l|o|n|w|t|mean|count|largest|scale|state|kept|seen)\d+(\.\w+)*\b|\bhead\.\w+\b|\bembed\.\w+\b",
+        "NAME",
+        text,
+    )
     text = re.sub(r"0x[0-9a-f]+", "ADDRESS", text)
     return re.sub(r"\d[\d,.]*", "N", text)

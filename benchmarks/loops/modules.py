@@ -99,11 +99,11 @@ class Noted(nn.Module):
             rows.register_hook(self.note)
         return rows
 '''
-_SYMMETRIC = '''
+_SYMMETRIC = """
 class Symmetric(nn.Module):
     def forward(self, weight):
         return weight.triu() + weight.triu(1).t()
-'''
+"""
 
 LAYERS: dict[str, Layer] = {
     "linear": Layer(_LINEAR, "h = torch.tanh(self.l$i(h))", once="l$i", weight=6),
@@ -111,13 +111,11 @@ LAYERS: dict[str, Layer] = {
     "mlp": Layer(
         "self.l$i = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8, bias=False))",
         "h = h + self.l$i(h)",
-        once="l$i",
+        once="l$i[0]",
     ),
     "layer_norm": Layer("self.l$i = nn.LayerNorm(8)", "h = self.l$i(h)", once="l$i"),
     "batch_norm": Layer("self.l$i = nn.BatchNorm1d(8)", "h = self.l$i(h)", once="l$i", weight=3),
-    "dropout": Layer(
-        "self.l$i = nn.Dropout(0.2)", "h = self.l$i(h)", setting="l$i.p = 0.5", weight=3
-    ),
+    "dropout": Layer("self.l$i = nn.Dropout(0.2)", "h = self.l$i(h)", setting="l$i.p = 0.5", weight=3),
     "noise": Layer(forward="h = h + 0.1 * torch.randn_like(h) if self.training else h"),
     "convolution": Layer(
         "self.l$i = nn.Conv1d(1, 2, 3, padding=1)", "h = torch.tanh(self.l$i(h.unsqueeze(1)).sum(1))", once="l$i"
@@ -177,18 +175,27 @@ LAYERS: dict[str, Layer] = {
         kept="w$i.main_grad",
         weight=1,
     ),
-    "count": Layer(forward="self.seen$i = h.detach().clone()\nh = Count.apply(h, self.seen$i)", helper=_COUNT, kept="seen$i", weight=1),
+    "count": Layer(
+        forward="self.seen$i = h.detach().clone()\nh = Count.apply(h, self.seen$i)", helper=_COUNT, kept="seen$i", weight=1
+    ),
     "hooked": Layer(forward="h = h * 1.5\nif h.requires_grad:\n    h.register_hook(lambda gradient: gradient * 0.5)"),
     "noted": Layer("self.n$i = Noted()", "h = self.n$i(h)", _NOTED),
     "in_place": Layer(forward="h = h * 1.0\nh[:, ::2] *= 2\nh = h.relu_()"),
     "kept_detached": Layer(forward="self.kept$i = h.detach()", kept="kept$i", weight=1),
+    "kept": Layer(forward="self.kept$i = h = h * 1.25", weight=2),
+    "complex": Layer(forward="h = h + 0.1 * (torch.complex(h, h.flip(1)) * 1j).exp().real", weight=1),
+    "compiled_inside": Layer(
+        'self.l$i = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), backend="eager")', "h = self.l$i(h)", weight=1
+    ),
+    "linear_no_grad": Layer(_LINEAR, "with torch.no_grad():\n    shift = self.l$i(h).mean()\nh = h - shift", weight=1),
     "checkpointed": Layer(
         "self.l$i = nn.Sequential(nn.Linear(8, 8), nn.Tanh())",
         "h = checkpoint(self.l$i, h, use_reentrant=False)",
-        once="l$i",
+        once="l$i[0]",
         weight=1,
     ),
 }
+
 
 # How ``forward`` ends, and what a loop makes its loss of; ``hidden``: whether it has a hidden state outside.
 @dataclass(frozen=True, slots=True)
@@ -219,6 +226,22 @@ FORMS: dict[str, Form] = {
     ),
     "view": Form("{'loss': $loss, 'flat': out.view(-1)}", "out = result['flat']", _OWN, ("0.1 * out.abs().sum()",), weight=1),
     "detached": Form("{'loss': $loss, 'first': out.detach()}", "out = result['first']", _OWN, ("out.mean()",), weight=1),
-    "weight": Form("{'loss': $loss, 'weight': self.head.weight}", "out = result['weight']", _OWN, ("0.01 * out.abs().sum()",), weight=1),
+    "weight": Form(
+        "{'loss': $loss, 'weight': self.head.weight}", "out = result['weight']", _OWN, ("0.01 * out.abs().sum()",), weight=1
+    ),
+    "several": Form(
+        "{'loss': $loss, 'hidden': h, 'row': h[0], 'wide': h.sum(0).expand(3, 8)}",
+        "out = result['row']",
+        _OWN,
+        ("0.1 * out.sum() + result['wide'].pow(2).mean()", "0.1 * result['hidden'].sum()"),
+        weight=1,
+    ),
+    "chunks": Form(
+        "{'loss': $loss, 'chunks': out.chunk(2, 1), 'target': h.detach()[:, :4]}",
+        "out = result['chunks'][1]",
+        _OWN,
+        ("0.1 * out.sum()", "result['target'].sum() * loss"),
+        weight=1,
+    ),
     "row": Form("{'loss': $loss, 'row': out[0]}", "out = result['row']", _OWN, ("0.1 * out.sum()",), weight=1),
 }

@@ -21,21 +21,29 @@ OPTIMIZERS = {
     "    {'params': [p for p in model.parameters() if all(p is not q for q in model.head.parameters())]}], lr=1e-2)",
 }
 LARGE = "64MiB"
+_BINDINGS = {
+    "compile": "model = mtcompile.compile(model, optimizer=optimizer, **options)",
+    "bind": "model = mtcompile.compile(model, **options).bind(optimizer)",
+    "none": "model = mtcompile.compile(model, **options)",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """``place``: where in a step, or the step's event that it is; ``names``: the parameters and modules that it is about."""
+    """``place``: where in a step it is, or the event of the plain loop that it stands for; ``step``: its number, -1 before the
+    first; ``names``: the parameters and modules that it is about."""
 
     kind: str
     place: str
+    step: int = -1
     names: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """One training program. ``layers``: (kind, number); ``tokens``: whether batches are tokens, else rows of numbers;
-    ``memory``: a budget, or "least" or "middle"; ``reference``: the options that it is compared with, None: plain PyTorch."""
+    ``memory``: a budget, or "least" or "middle"; ``late``: it is compiled after the first step; ``binding``: how it gets its
+    optimizer, "compile", "bind" or "none"; ``reference``: the options that it is compared with, None: plain PyTorch."""
 
     layers: tuple[tuple[str, int], ...]
     tokens: bool
@@ -45,6 +53,8 @@ class Program:
     options: tuple[tuple[str, Any], ...]
     memory: str | int
     events: tuple[Event, ...]
+    late: bool = False
+    binding: str = "compile"
 
     @property
     def reference(self) -> dict[str, Any] | None:
@@ -61,25 +71,27 @@ def source(program: Program, marks: bool = False) -> str:
     body = _lines(program)
     if marks:
         body = _marked(body)
-    return "\n".join([
-        "import copy",
-        "",
-        "import torch",
-        "import torch.nn.functional as F",
-        "from torch import nn",
-        "from torch.utils.checkpoint import checkpoint",
-        "",
-        "import mtcompile",
-        "",
-        *(["", helpers, ""] if helpers else []),
-        "",
-        _model(program),
-        "",
-        "def program(options, see, at=None):",
-        "    compiled = options is not None",
-        *(textwrap.indent(line, "    ") for line in body),
-        "",
-    ])
+    return "\n".join(
+        [
+            "import copy",
+            "",
+            "import torch",
+            "import torch.nn.functional as F",
+            "from torch import nn",
+            "from torch.utils.checkpoint import checkpoint",
+            "",
+            "import mtcompile",
+            "",
+            *(["", helpers, ""] if helpers else []),
+            "",
+            _model(program),
+            "",
+            "def program(options, see, at=None):",
+            "    compiled = options is not None",
+            *(textwrap.indent(line, "    ") for line in body),
+            "",
+        ]
+    )
 
 
 def _model(program: Program) -> str:
@@ -113,19 +125,21 @@ def _lines(program: Program) -> list[str]:
     """The loop, a statement of one or more lines each."""
     form = FORMS[program.form]
     values = _values(program, form)
-    setups, before, rest = [], [], []
+    setups: list[str] = []
+    before: list[str] = []
+    rest: list[str] = []
     for event in program.events:
         kind = EVENTS[event.kind]
         setups.append(Template(kind.setup).substitute(values))
-        text = Template(kind.text).substitute(values | dict(event.names))
-        (before if event.place == SETUP else rest).append(text)
+        is_before = event.place == SETUP or (program.late and event.step == 0)
+        (before if is_before else rest).append(Template(kind.text).substitute(values | dict(event.names)))
     texts = [
         "torch.manual_seed(0)",
         "model = Model()",
         f"optimizer = {OPTIMIZERS[program.optimizer]}",
         *dict.fromkeys(setups),
         *before,
-        "if compiled:\n    model = mtcompile.compile(model, optimizer=optimizer, **options)",
+        f"if compiled:\n    {_BINDINGS[program.binding]}",
         *rest,
     ]
     return [statement for text in texts if text for statement in _statements(text)]
@@ -148,6 +162,7 @@ def _values(program: Program, form: Form) -> dict[str, str]:
         "call": call,
         "call_indented": call.replace("\n", "\n    "),
         "see_kept": "\n".join(f"see('{name}', model.{name})" for name in _kept(program)),
+        "unpack_indented": unpack.replace("\n", "\n    "),
         "width": "11" if program.tokens else "4",
     }
 
@@ -160,7 +175,7 @@ def _kept(program: Program) -> list[str]:
 def _statements(text: str) -> list[str]:
     """Splits lines into statements: a line and those below it that are indented or close it."""
     statements: list[str] = []
-    for line in text.splitlines():
+    for line in filter(None, text.splitlines()):
         if statements and (line.startswith((" ", ")", "]", "else", "except", "finally")) or _is_open(statements[-1])):
             statements[-1] += f"\n{line}"
         else:
@@ -203,7 +218,7 @@ def copied(value):
     if torch.is_tensor(value):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {{name: copied(part) for name, part in value.items()}}
+        return {{name: copied(part) for name, part in value.items() if not isinstance(part, dict) or part}}
     return [copied(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
