@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first; each next program has the next")
     parser.add_argument("--minutes", type=float, help="stop after so many")
     parser.add_argument("--programs", type=int, help="stop after so many")
-    parser.add_argument("--json", type=Path, help="write each verdict here, a line each, and the counts")
+    parser.add_argument("--json", type=Path, help="add a line for each program here; defects that it has are known")
     parser.add_argument("--keep", type=Path, help="a folder for the small programs")
     parser.add_argument("--show", action="store_true", help="print each program")
     args = parser.parse_args()
@@ -39,6 +39,8 @@ def main() -> int:
     gc.freeze()  # what imports made
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # errors are in the verdicts
     began, rows, known = time.monotonic(), [], list[frozenset[str]]()
+    if args.json and args.json.exists():
+        known += [frozenset(row["new"]) for row in map(json.loads, args.json.read_text().splitlines()) if "new" in row]
     try:
         for seed in itertools.count(args.seed):
             minutes = (time.monotonic() - began) / 60
@@ -68,7 +70,9 @@ def one(seed: int, known: list[frozenset[str]], args: argparse.Namespace) -> dic
         if not reasons or (again := judge(rest)).kind in DEFECTS:
             small, verdict = shrunk(rest, again) if reasons else shrunk(program, verdict)
             reasons = [features(small)]
-            known += [reason for reason in reasons if can_be_left_out(reason)]
+            if can_be_left_out(reasons[0]):
+                known.append(reasons[0])
+                row["new"] = sorted(reasons[0])
             says = (
                 f"seed {seed}, {verdict.kind}: {verdict.says}\n\nof: {', '.join(sorted(features(small))) or 'the plain loop'}\n"
             )

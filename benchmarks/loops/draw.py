@@ -30,7 +30,8 @@ def drawn(seed: int) -> Program:
     options = _options(rng)
     memory = rng.choices((LARGE, "middle", "least"), (4, 1, 3))[0]
     late, binding = rng.random() < 0.08, rng.choices(("compile", "bind", "none"), (9, 1, 0 if dict(options) else 1))[0]
-    draft = Program(layers, tokens, tied, form, optimizer, options, memory, (), late, binding)
+    checked = rng.random() < (0.5 if "run_ahead" in dict(options) else 0.1)
+    draft = Program(layers, tokens, tied, form, optimizer, options, memory, (), late, binding, checked)
     return replace(draft, events=_events(rng, draft))
 
 

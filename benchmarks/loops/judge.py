@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import re
 import signal
 import sys
@@ -86,6 +87,7 @@ class Ran:
 
 def judge(program: Program) -> Verdict:
     """Runs a program as its reference, which is plain PyTorch in nearly all cases, and compiled."""
+    os.environ["MT_CHECK"] = str(int(program.checked))
     torch._dynamo.reset()
     text = source(program, marks=True)
     reference = _run(text, program.reference)

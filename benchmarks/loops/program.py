@@ -41,9 +41,15 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One training program. ``layers``: (kind, number); ``tokens``: whether batches are tokens, else rows of numbers;
-    ``memory``: a budget, or "least" or "middle"; ``late``: it is compiled after the first step; ``binding``: how it gets its
-    optimizer, "compile", "bind" or "none"; ``reference``: the options that it is compared with, None: plain PyTorch."""
+    """One training program.
+
+    layers     (kind, number) of each
+    tokens     batches are tokens, else rows of numbers; ``tied``: the head has the embedding's weights
+    memory     a budget, or "least" or "middle"
+    late       it is compiled after the first step
+    binding    how the compiled model gets its optimizer: "compile", "bind" or "none"
+    checked    it runs under MT_CHECK=1, which delays at random what runs at once
+    """
 
     layers: tuple[tuple[str, int], ...]
     tokens: bool
@@ -55,12 +61,17 @@ class Program:
     events: tuple[Event, ...]
     late: bool = False
     binding: str = "compile"
+    checked: bool = False
 
     @property
     def reference(self) -> dict[str, Any] | None:
-        """Micro-batches add up gradients in an order of their own: that of any budget."""
-        accumulate = dict(self.options).get("accumulate", 1)
-        return None if accumulate == 1 else {"memory": LARGE, "policy": "resident", "accumulate": accumulate}
+        """The options that a program is compared with; None: plain PyTorch. Micro-batches add up gradients in an order of their own, which
+        is that of any budget."""
+        options = dict(self.options)
+        if "accumulate" not in options:
+            return None
+        kept = {name: value for name, value in options.items() if name not in ("run_ahead", "fragments", "embeddings")}
+        return {**kept, "memory": LARGE, "policy": "resident"}
 
 
 def source(program: Program, marks: bool = False) -> str:
@@ -204,6 +215,7 @@ def script(program: Program, memory: str | int, says: str) -> str:
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["MT_CHECK"] = "{int(program.checked)}"
 {source(program)}
 
 class See:

@@ -35,6 +35,7 @@ def features(program: Program) -> frozenset[str]:
     found |= {"tied" if program.tied else "tokens"} if program.tokens else set()
     found |= {f"form {program.form}"} if program.form != "out" else set()
     found |= {f"optimizer {program.optimizer}"} if program.optimizer != "sgd" else set()
+    found |= {"MT_CHECK=1"} if program.checked else set()
     found |= {"compiled after a step"} if program.late else set()
     found |= {f"optimizer given by {program.binding}"} if program.binding != "compile" else set()
     return frozenset(found)
@@ -64,11 +65,20 @@ def shrunk(program: Program, verdict: Verdict) -> tuple[Program, Verdict]:
             if tries == MOST_TRIES:
                 return program, verdict
             tries += 1
-            found = judge(candidate)
-            if found.kind == verdict.kind and set(found.labels) <= set(verdict.labels):
+            found = _judged(candidate, verdict)
+            if found is not None:
                 program, verdict, smaller = candidate, found, True
                 break
     return program, verdict
+
+
+def _judged(program: Program, verdict: Verdict) -> Verdict | None:
+    """The verdict of a program if it fails alike: in one of a few runs, where updates run beside the loop."""
+    for _ in range(4 if "run_ahead" in dict(program.options) else 1):
+        found = judge(program)
+        if found.kind == verdict.kind and set(found.labels) <= set(verdict.labels):
+            return found
+    return None
 
 
 def _smaller(program: Program) -> Iterator[Program]:
@@ -84,6 +94,8 @@ def _smaller(program: Program) -> Iterator[Program]:
         yield replace(program, layers=(*program.layers[:index], *program.layers[index + 1 :]))
     for index in range(len(program.options)):
         yield _plain_again(replace(program, options=(*program.options[:index], *program.options[index + 1 :])))
+    if program.checked:
+        yield replace(program, checked=False)
     if program.late or program.binding != "compile":
         yield replace(program, late=False, binding="compile")
     if program.tokens:
