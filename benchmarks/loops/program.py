@@ -65,8 +65,8 @@ class Program:
 
     @property
     def reference(self) -> dict[str, Any] | None:
-        """The options that a program is compared with; None: plain PyTorch. Micro-batches add up gradients in an order of their own, which
-        is that of any budget."""
+        """The options that it is compared with; None: plain PyTorch. Micro-batches add up gradients in an order of their own,
+        which is that of any budget."""
         options = dict(self.options)
         if "accumulate" not in options:
             return None
