@@ -29,7 +29,8 @@ def drawn(seed: int) -> Program:
     optimizer = rng.choice(list(OPTIMIZERS))
     options = _options(rng)
     memory = rng.choices((LARGE, "middle", "least"), (4, 1, 3))[0]
-    late, binding = rng.random() < 0.08, rng.choices(("compile", "bind", "none"), (9, 1, 0 if dict(options) else 1))[0]
+    late = rng.random() < 0.08 and "max_grad_norm" not in dict(options)
+    binding = rng.choices(("compile", "bind", "none"), (9, 1, 0 if dict(options) else 1))[0]
     checked = rng.random() < (0.5 if "run_ahead" in dict(options) else 0.1)
     draft = Program(layers, tokens, tied, form, optimizer, options, memory, (), late, binding, checked)
     return replace(draft, events=_events(rng, draft))

@@ -236,8 +236,10 @@ def _state(variables: dict[str, Any]) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if isinstance(value, dict):  # of a parameter without state, an optimizer may have an empty one or none
-        return {name: _copied(part) for name, part in value.items() if not isinstance(part, dict) or part}
+    if isinstance(value, dict):
+        parts = {name: _copied(part) for name, part in value.items()}
+        # A parameter without state has an empty one in some optimizers' dictionaries, and none in others'.
+        return {name: part for name, part in parts.items() if not isinstance(part, dict) or part}
     return [_copied(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -230,7 +230,8 @@ def copied(value):
     if torch.is_tensor(value):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {{name: copied(part) for name, part in value.items() if not isinstance(part, dict) or part}}
+        parts = {{name: copied(part) for name, part in value.items()}}
+        return {{name: part for name, part in parts.items() if not isinstance(part, dict) or part}}
     return [copied(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
