@@ -358,13 +358,13 @@ EVENTS: dict[str, Kind] = {
         weight=1,
     ),
     "forward_replaced": Kind(
-        "plain_forward = Model.forward\nModel.forward = lambda self, x: plain_forward(self, -x)",
+        "Model.forward = lambda self, x, before=Model.forward: before(self, -x)",
         (READY, START, END),
         needs=("floats",),
         weight=1,
     ),
     "own_forward": Kind(
-        "linear_forward = model.head.forward\nmodel.head.forward = lambda rows: linear_forward(rows) * 0.5",
+        "model.head.forward = lambda rows, before=model.head.forward: before(rows) * 0.5",
         (SETUP, READY, START),
         weight=1,
     ),

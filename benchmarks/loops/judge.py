@@ -28,7 +28,7 @@ EQUAL, REFUSED, DIFFERENT, INTERNAL, BOTH_RAISE, INVALID = "equal", "refused", "
 DEFECTS = (DIFFERENT, INTERNAL)
 MOST_S = 180  # for one run
 _JARGON = re.compile(
-    r"torch\._|AssertionError|KeyError|AttributeError|IndexError|NameError|TypeError|Unsupported|FakeTensor|functorch|aot_|"
+    r"torch\._|\b(Assertion|Key|Attribute|Index|Name|Type|Recursion)Error|Unsupported|FakeTensor|functorch|aot_|"
     r"graph break|Explanation:|Hint:|internal error|InternalTorch|<locals>|placeholder"
 )
 _LOAD_AGAIN = re.compile(r"load_state_dict|[Ll]oad (a|the last|the) ?checkpoint")
@@ -87,28 +87,47 @@ class Ran:
 
 def judge(program: Program) -> Verdict:
     """Runs a program as its reference, which is plain PyTorch in nearly all cases, and compiled."""
-    os.environ["MT_CHECK"] = str(int(program.checked))
     torch._dynamo.reset()
     text = source(program, marks=True)
     reference = _run(text, program.reference)
-    if program.reference is None and reference.error is not None and isinstance(reference.error, (NameError, SyntaxError)):
+    if isinstance(reference.error, (NameError, SyntaxError)):
         return Verdict(INVALID, _first_line(reference.error))
     if isinstance(reference.error, mtcompile.MtcompileError):
         return Verdict(REFUSED, _first_line(reference.error), _general(_first_line(reference.error)))
-    memory: int | str = program.memory if program.memory not in ("least", "middle") else 1
-    last = -1
-    for _ in range(5):
-        ours = _run(text, {"memory": memory, "device": "cpu", **dict(program.options)})
-        if not isinstance(ours.error, mtcompile.BudgetError) or not isinstance(memory, int) or memory == 0:
-            break
-        if ours.see.now == last and ours.error.minimum_bytes <= memory:
-            break
-        last = ours.see.now
-        memory = ours.error.minimum_bytes
-        if program.memory == "middle":
-            memory = memory * 13 // 10
+    with _environment(MT_CHECK="1" if program.checked else os.environ.get("MT_CHECK", "0")):
+        ours, memory, enough = _run_in_budget(program, text)
     verdict = _compared(program, text, reference, ours)
+    if not enough:
+        says = f"the minimum_bytes of a BudgetError are not enough: {_first_line(ours.error)}"
+        verdict = Verdict(DIFFERENT, says, "minimum_bytes")
     return replace(verdict, labels=verdict.labels or (verdict.cause,), memory=memory, warned=ours.warned)
+
+
+def _run_in_budget(program: Program, text: str) -> tuple[Ran, int | str, bool]:
+    """Runs a program in the budget that it names: the least one is found from what each BudgetError says. Returns the budget,
+    and whether all that errors said was true."""
+    options: dict[str, Any] = {"device": "cpu", **dict(program.options)}
+    memory: int | str = 1 if program.memory in ("least", "middle") else program.memory
+    refused_at = set[int]()
+    while True:
+        ours = _run(text, {"memory": memory, **options})
+        if not isinstance(ours.error, mtcompile.BudgetError) or isinstance(memory, str) or ours.error.tier != "device":
+            return ours, memory, True
+        if ours.see.now in refused_at:
+            return ours, memory, False
+        refused_at.add(ours.see.now)
+        memory = ours.error.minimum_bytes * (13 if program.memory == "middle" else 10) // 10
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 @contextmanager

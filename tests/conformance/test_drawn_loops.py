@@ -21,7 +21,7 @@ def equal_programs(seeds: range) -> int:
 
 @pytest.mark.slow
 def test_drawn_loops_agree_with_plain_pytorch() -> None:
-    assert equal_programs(range(12)) >= 6
+    assert equal_programs(range(10)) >= 6
 
 
 @pytest.mark.long
