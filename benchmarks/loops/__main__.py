@@ -38,7 +38,7 @@ def main() -> int:
     torch.set_num_threads(1)
     gc.freeze()  # what imports made
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # errors are in the verdicts
-    began, rows, known = time.monotonic(), [], list[frozenset[str]]()
+    began, rows, known = time.monotonic(), list[dict[str, Any]](), list[frozenset[str]]()
     if args.json and args.json.exists():
         known += [frozenset(row["new"]) for row in map(json.loads, args.json.read_text().splitlines()) if "new" in row]
     try:

@@ -14,6 +14,10 @@ from benchmarks.loops.program import LARGE, OPTIMIZERS, Event, Program
 
 MOST_STEPS = 3
 PLACES = (START, "forward", FORWARDED, "backward", BACKWARDED, "step", STEPPED, "zero_grad", END)
+# Layers whose forward draws random numbers or changes what the model holds: of a call that fails, plain PyTorch keeps what came
+# before the failure, and a compiled model nothing (docs/guarantees.md).
+_RANDOM = {"dropout", "noise"}
+_KEEPING = {"batch_norm", "spectral_norm", "running_mean", "counter", "recurrent", "count", "kept", "kept_detached"}
 _POLICIES = ("resident", "megatrain", "checkpoint-all", "offload-all", "zero3-offload")
 
 
@@ -126,6 +130,7 @@ def _traits(draft: Program) -> frozenset[str]:
         "once": bool(_once(draft)),
         "unrepeated": not draft.tied and not any(kind.repeats for kind in kinds),
         "setting": any(kind.setting for kind in kinds),
+        "pure": not any(kind in _RANDOM | _KEEPING for kind, _ in draft.layers),
         "stored": bool(_stored(draft)),
         "free_head": not draft.tied and draft.form != "weight" and draft.optimizer != "groups",
         "not_skipped": dict(draft.options).get("nonfinite") != "skip",

@@ -347,7 +347,7 @@ EVENTS: dict[str, Kind] = {
         "handle = $q.register_hook(lambda gradient: gradient * 0.5)", (START, FORWARDED), then=("hook_removed", END), weight=1
     ),
     # What surrounds or replaces calls.
-    "bad_call": Kind("try:\n    model(torch.ones(4, 5))\nexcept Exception:\n    pass", ANYWHERE),
+    "bad_call": Kind("try:\n    model(torch.ones(4, 5))\nexcept Exception:\n    pass", ANYWHERE, needs=("pure",)),
     "function_mode": Kind(
         "class Halved(torch.overrides.TorchFunctionMode):\n"
         "    def __torch_function__(self, function, types, args=(), kwargs=None):\n"
