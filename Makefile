@@ -4,6 +4,7 @@
 # make long    some of them with more values, budgets and machines
 # make soak    ten thousand steps and a hundred models: does anything grow? (ARGS="--steps 1000")
 # make fuzz    ten minutes of inputs that nobody wrote, for every reader of files (ARGS="--minutes 60")
+# make fuzz-loops  training loops drawn from a grammar, compared with plain PyTorch, without end (ARGS="--minutes 60")
 # make coverage  other people's models, plainly and compiled, into docs/coverage.md (ARGS="--only 'causal/*'"): hours
 # make gpu     on a GPU: its tests, fixtures and benchmark (ARGS="tests"), by GPU_PYTHON, whose torch sees it
 # make clean   remove what was built, .venv included
@@ -31,7 +32,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= MT_CACHE=$$(mktemp -d) OMP_NUM_THREADS=1 $(BI
 TYPES  := $(BIN)/mypy --cache-dir $(abspath $(VENV))/mypy-cache -p mtcompile | sed -E 's,^mtcompile/(passes|runtime)/,\1/,'
 BOUNDED := -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 
-.PHONY: demo check test long soak fuzz coverage gpu env lint types clean
+.PHONY: demo check test long soak fuzz fuzz-loops coverage gpu env lint types clean
 .DEFAULT_GOAL := check
 
 # Its matrices are small: a second thread mostly spins, and on a busy machine it slows every step down many times.
@@ -58,6 +59,9 @@ soak: $(READY)
 fuzz: $(READY)
 	@$(PIP) install atheris
 	@MT_CACHE=$$(mktemp -d) nice $(BIN)/python -m benchmarks.fuzz $(filter-out --compare,$(ARGS))
+
+fuzz-loops: $(READY)
+	@OMP_NUM_THREADS=1 MT_PROGRESS=0 MT_CACHE=$$(mktemp -d) nice $(BIN)/python -m benchmarks.loops $(filter-out --compare,$(ARGS))
 
 # Goes on where an earlier run of the same sources stopped.
 coverage: $(READY)
