@@ -267,9 +267,9 @@ class Session:
         if not frame.evicted and self.frames.waiting() and not self._fits(frame.compiled):
             self.frames.evict()
 
-    def make_room_for(self, plain: PlainGraph) -> None:
+    def make_room_for(self, plain: PlainGraph, what: str) -> None:
         """Counts a graph of autograd's own from now on. If it needs the room, evicts waiting forwards, frees the arena and
-        sends parameters home; later plans leave the room free. Raises BudgetError."""
+        sends parameters home; later plans leave the room free. Raises BudgetError, which says ``what`` runs."""
         memory = self.options.memory
         self.frames.plain.add(plain)
         if memory is not None and self.held_nbytes() > memory:
@@ -279,7 +279,7 @@ class Session:
             if (needed := self.held_nbytes()) > memory:
                 self.frames.plain.discard(plain)
                 raise BudgetError(
-                    f"backward was called with create_graph=True, which runs in plain PyTorch and takes {gib(plain.nbytes)}: "
+                    f"{what} runs in plain PyTorch and takes {gib(plain.nbytes)}: "
                     f"the smallest memory that works is {needed} bytes ({gib(needed)}), found {gib(memory)}. Pass "
                     f"memory={needed} or more, or a smaller batch",
                     needed,

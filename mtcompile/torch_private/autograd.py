@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,61 @@ def accumulating(function: Any) -> list[bool]:
         return [torch._C._will_engine_execute_node(node) for node in accumulators]
     except RuntimeError:  # raised for a leaf within torch.autograd.grad
         return [False]
+
+
+def current_backward() -> int:
+    """The number of the backward that is running in this thread."""
+    return int(torch._C._current_graph_task_id())
+
+
+def after_backward(callback: Callable[[], Any]) -> None:
+    """Calls a function at the end of the backward that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def asked_for() -> tuple[list[Any], bool] | None:
+    """What the backward that is running was asked for, by ``torch.autograd.grad`` or ``inputs=``; nothing for ``backward()``
+    alone, which is for all leaves. And whether it adds to ``.grad``. None where torch does not tell."""
+    code = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+
+    def call(frame: Any) -> Any:
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        return frame
+
+    own = call(sys._getframe())  # a backward on an accelerator runs in another thread than the one that waits for it
+    calls = [own] if own is not None else [found for frame in sys._current_frames().values() if (found := call(frame))]
+    given = [(frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {})) for frame in calls]
+    if not given or any(len(args) < 4 for args, _ in given):
+        return None
+    return [tensor for args, _ in given for tensor in args[3]], all(kwargs.get("accumulate_grad") for _, kwargs in given)
+
+
+def is_among(tensor: torch.Tensor, asked: Iterable[Any]) -> bool:
+    """Tells whether a backward that was asked for these tensors, or edges of autograd's graph, returns the gradient of one."""
+    edge = tensor.grad_fn, tensor.output_nr
+    return any(each is tensor or (isinstance(each, tuple) and tuple(each[:2]) == edge) for each in asked)
+
+
+def goes_on_below(tensor: torch.Tensor) -> bool:
+    """Tells whether the backward that is running goes on from the gradient of a tensor to other ones."""
+    return any(node is not None and will_run(node) for node, _ in getattr(tensor.grad_fn, "next_functions", ()))
+
+
+def will_run(node: Any) -> bool:
+    """Tells whether the backward that is running comes, or has come, to a node of autograd's graph."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # raised for a leaf that torch.autograd.grad was called with
+        return True
+
+
+def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor | None], torch.Tensor | None]) -> Mapping[int, Any]:
+    """Calls a function with the gradient of a tensor, before all hooks that are registered later. Returns the hooks of the
+    tensor as it is now, which are kept up to date."""
+    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # or saving the tensor would warn of it
+    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    return tensor._backward_hooks  # type: ignore[return-value]
 
 
 def leaves_outside(output: Any, node_name: str) -> list[torch.Tensor]:
