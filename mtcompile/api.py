@@ -53,8 +53,7 @@ class CompiledModule(nn.Module):
     @property
     def plan(self) -> Plan | None:
         """The plan of the program that last trained; None before the first training call."""
-        last = self._mt_open.session.last
-        return last.plan if last else None
+        return self._mt_open.session.plan
 
     @property
     def schedule(self) -> Viewable | None:

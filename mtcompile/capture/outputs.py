@@ -69,8 +69,8 @@ Output = Passed | Computed | Constant
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """How gradients flow between outputs. ``order``: the outputs that need gradients, as the forward makes them. ``viewed``: for
-    an output that is a view of another view, that one. ``inner``: the names of the nodes of those that the forward goes on
+    """How gradients flow between outputs. ``order``: the outputs that need gradients, as the forward makes them. ``viewed``:
+    for an output that is a view of another view, that one. ``inner``: the names of the nodes of those that the forward goes on
     computing with. ``reached``: for each computed tensor, the inner outputs that its gradient flows to first. ``changed``: the
     inner outputs that the forward changes in place."""
 
@@ -129,11 +129,25 @@ def _unordered(
     for position, base in enumerate(computed):
         if not fake_of(base).requires_grad:
             continue
-        uses = [user for user in base.users if user in needed and _requires_grad(user)]
+
+        def uses_of(node: fx.Node) -> list[fx.Node]:
+            return [user for user in node.users if user in needed and _requires_grad(user)]
+
+        uses = uses_of(base)
         pairs = zip(outputs, returned, strict=True)
         own = [(o, value) for o, value in pairs if isinstance(o, Computed) and o.position == position and not o.detached]
-        if uses and any(output.views for output, _ in own) and len(own) + len(uses) > 2:
+        ways = [_way_to(value, base) for output, value in own if output.views]
+        within = (sum(user not in way for node in way for user in uses_of(node)) for way in ways)
+        if ways and ((uses and len(own) + len(uses) > 2) or max(within) > 1):
             yield base, [value for _, value in own]
+
+
+def _way_to(value: fx.Node, base: fx.Node) -> list[fx.Node]:
+    """Returns a view, the views that it is made of, and their base."""
+    way = [value]
+    while way[-1] is not base and (parent := _parent(way[-1])) is not None:
+        way.append(parent)
+    return way
 
 
 def _requires_grad(node: fx.Node) -> bool:

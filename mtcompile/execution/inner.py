@@ -1,20 +1,21 @@
 """Gradients of inner outputs: hidden states, features and attention maps that a forward returns and goes on computing with.
 
-All outputs of a forward come out of one node of autograd's graph, which so has no way from a loss to an inner output. Each output
-therefore gets a light node of its own, which computes nothing, with edges to the inner outputs that its gradient flows to:
+All outputs of a forward come out of one node of autograd's graph, which so has no way from a loss to an inner output. Each
+output therefore gets a node of its own, which computes nothing, with edges to the inner outputs that its gradient flows to:
 
     loss ── output ─────────── the forward's node ── parameters
               └── inner output ──┘
 
-A backward in which nobody looks at an inner output passes all gradients to the forward's node, as if these nodes were not there.
-Where somebody does (a hook, ``retain_grad``, ``torch.autograd.grad``), the forward runs once more in plain PyTorch, cut at these
-outputs. Once the gradients of what comes after an inner output are known, so is its own; hooks see that and may change it; and in
-the end plain PyTorch computes the gradients of the inputs, in its own order. Its memory is measured and counted before it runs,
-as that of ``second_order`` is."""
+A backward in which nobody looks at an inner output passes all gradients to the forward's node, as if these nodes were not
+there. Where somebody does (a hook, ``retain_grad``, ``torch.autograd.grad``), the forward runs once more in plain PyTorch, cut
+at these outputs. Once the gradients of what comes after an inner output are known, so is its own; hooks see that and may change
+it; and in the end plain PyTorch computes the gradients of the inputs, in its own order. Its memory is measured and counted
+before it runs, as that of ``second_order`` is."""
 
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,8 +110,8 @@ class InnerOutputs:
         return look.run.gradients(dict(enumerate(tangents)), wanted)
 
     def _look(self, step: Any) -> _Look | None:
-        """Finds the inner outputs that somebody looks at in this backward, and runs the forward again for them. Raises StepError
-        where their gradients cannot be had, and BudgetError."""
+        """Finds the inner outputs that somebody looks at in this backward, and runs the forward again for them. Raises
+        StepError where their gradients cannot be had, and BudgetError."""
         asked, adds = torch_private.asked_for() or (None, False)
         looked, returned = dict[int, str](), set[int]()
         for inner, (reference, hooks) in self._handed_out.items():
@@ -177,7 +178,7 @@ class _Output(torch.autograd.Function):
     @staticmethod
     @told_briefly
     @torch_private.one_at_a_time
-    def backward(ctx: Any, tangent: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, tangent: torch.Tensor | None) -> tuple[Any, ...]:
         return None, None, None, tangent, *ctx.shared.arrives(ctx.step, ctx.position, tangent)
 
 
@@ -191,8 +192,8 @@ def _gradient(shared: weakref.ref[InnerOutputs], inner: int, gradient: torch.Ten
 
 @dataclass(slots=True)
 class _Look:
-    """A backward in which somebody looks at inner outputs. ``returned``: those whose gradient ``torch.autograd.grad`` takes before
-    their hooks run. ``tangents``: the gradients of computed outputs that have arrived. ``sent``: to inner outputs."""
+    """A backward in which somebody looks at inner outputs. ``returned``: those whose gradient ``torch.autograd.grad`` takes
+    before their hooks run. ``tangents``: the gradients of computed outputs that have arrived. ``sent``: to inner outputs."""
 
     run: _PlainRun
     returned: frozenset[int]
@@ -254,13 +255,13 @@ class _PlainRun:
         if not torch.equal(before, generator_state(self._device)):
             set_generator_state(self._device, before)
             raise StepError(
-                "the gradient of an inner output of forward was asked for, and the backward draws random numbers, which it would "
-                "draw twice; expected a backward without them, or the plain model"
+                "the gradient of an inner output of forward was asked for, and the backward draws random numbers, which it "
+                "would draw twice; expected a backward without them, or the plain model"
             )
         return gradient
 
     def gradients(self, tangents: Tangents, wanted: Sequence[bool]) -> Gradients:
-        """Returns the gradient of each input, None where it is not ``wanted`` or there is none. Nothing can be asked afterwards."""
+        """Returns the gradient of each input, None where it is not ``wanted`` or there is none. The last question."""
         sources = [i for i, tensor in enumerate(self._inputs) if wanted[i] and tensor.requires_grad]
         results = _gradients(self._roots(tangents), [self._inputs[i] for i in sources], keeps=False)
         by_input = dict(zip(sources, results, strict=True))
@@ -288,7 +289,7 @@ def _cut(graph: fx.GraphModule, names: Collection[str]) -> fx.GraphModule:
     for node in map(by_name.__getitem__, names):
         with copied.inserting_after(node):
             leaves.append(leaf := copied.call_function(_leaf, (node,)))
-        node.replace_all_uses_with(leaf, delete_user_cb=lambda user, leaf=leaf: user is not leaf)
+        node.replace_all_uses_with(leaf, delete_user_cb=functools.partial(operator.is_not, leaf))
     copied.output((tuple(env[output] for output in outputs), tuple(leaves)))
     return fx.GraphModule(graph, copied)
 

@@ -13,7 +13,7 @@ from mtcompile.capture.joint import Pattern, Tangents
 from mtcompile.capture.outputs import Constant, Passed, rebuilt
 from mtcompile.compiler import CapturedStep
 from mtcompile.errors import CaptureError, StepError, told_briefly
-from mtcompile.execution.compiled import CompiledStep, Frame
+from mtcompile.execution.compiled import CompiledStep
 from mtcompile.execution.inner import InnerOutputs, waiting_frame
 from mtcompile.execution.memory.shortage import with_retry
 from mtcompile.execution.second_order import differentiable_gradients
@@ -215,6 +215,7 @@ class _Step(torch.autograd.Function):
         session, keeps = program.session, torch_private.keeps_graph()
         session.door.before_backward(keeps)
         if torch.is_grad_enabled():  # create_graph=True
+            session.note_differentiated()
             wanted = ctx.needs_input_grad[2:]
             ctx.used = ctx.used if keeps else ctx.used | arriving
             return None, None, *differentiable_gradients(session, program.description, frame, tangents, wanted)

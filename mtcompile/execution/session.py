@@ -33,6 +33,8 @@ from mtcompile.execution.runner import PhaseRun, Runner, version_of, without_aut
 from mtcompile.kernels.toolchain import toolchain_for
 from mtcompile.options import Options
 from mtcompile.passes.generators import rng_preserved, set_generator_state
+from mtcompile.passes.joint.exceptions import BIT_EQUAL, DIFFERENTIATED
+from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import leaves_room
 from mtcompile.references import weakly
 from mtcompile.runtime.devices.protocol import Device
@@ -83,6 +85,25 @@ class Session:
         self.last_step: tuple[Schedule, Trace] | None = None
         self.last_ran: tuple[Schedule, Trace] | None = None  # as last_step, by whatever clock
         self.peak_device_bytes = self.peak_host_bytes = self.planned_device_bytes = 0
+        self.differentiated = False  # whether a backward was called with create_graph=True
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last program, with what a backward has taken back of its contract."""
+        if self.last is None or not self.differentiated:
+            return None if self.last is None else self.last.plan
+        return replace(self.last.plan, numerics=self.last.plan.numerics.replace(BIT_EQUAL, DIFFERENTIATED))
+
+    def note_differentiated(self) -> None:
+        """Takes back, the first time that a backward is called with create_graph=True, that all bits are plain PyTorch's."""
+        if not self.differentiated and self.last is not None and BIT_EQUAL in self.last.plan.numerics:
+            warnings.warn(
+                "backward was called with create_graph=True. Gradients of that forward are added up in another order than in "
+                "plain PyTorch, so that their last bits may differ; plan.numerics says so from now on. For equal bits, run a "
+                "forward of its own for the gradients that you differentiate",
+                stacklevel=2,
+            )
+        self.differentiated = True
 
     @torch_private.one_at_a_time
     def drain(self) -> None:

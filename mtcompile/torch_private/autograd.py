@@ -86,7 +86,7 @@ def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor | None], torch
     """Calls a function with the gradient of a tensor, before all hooks that are registered later. Returns the hooks of the
     tensor as it is now, which are kept up to date."""
     hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # or saving the tensor would warn of it
-    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    tensor.register_hook(hook)
     return tensor._backward_hooks  # type: ignore[return-value]
 
 
