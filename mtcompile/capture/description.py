@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mtcompile.capture.effects import check_checkpoints
-from mtcompile.capture.outputs import Output, fake_of, only_values, outputs_of
+from mtcompile.capture.outputs import Flow, Output, fake_of, flow_of, only_values, outputs_of
 from mtcompile.capture.refusals import NotOneGraph, place_of
 from mtcompile.errors import CaptureError
 from mtcompile.passes.step_graph import InputSpec
@@ -33,7 +33,7 @@ class Description:
     ``device``: where it computes. ``at_home``: whether its parameters need not be there. ``told``: the places in its code that
     were told that they are being compiled. ``unordered``: as ``outputs_of`` names them. ``only_values``: indices of the inputs
     that require grad, but of which forward reads only the values (detached, or under ``torch.no_grad()``). ``is_part``: it is
-    one of the parts of a forward.
+    one of the parts of a forward. ``flow``: as ``flow_of`` returns it.
     """
 
     graph: fx.GraphModule
@@ -48,6 +48,7 @@ class Description:
     unordered: tuple[str, ...] = ()
     only_values: frozenset[int] = frozenset()
     is_part: bool = False
+    flow: Flow | None = None
 
 
 def autocast_state(device: torch.device) -> tuple[tuple[str, bool, torch.dtype], ...]:
@@ -111,6 +112,7 @@ def describe(
         (node.name, bool(fake_of(node).requires_grad), fake_of(node).numel() == 1 and fake_of(node).is_floating_point())
         for node in computed_nodes
     )
+    flow = flow_of(graph.graph, outputs, computed_nodes)
     graph.graph.output_node().args = (computed_nodes,)
     graph.recompile()
     autocast, told = autocast_state(device), graph.meta.get("told", ())
@@ -126,6 +128,7 @@ def describe(
         unordered=unordered,
         only_values=only_values(graph.graph),
         is_part=graph.meta.get("is_part", False),
+        flow=flow,
     )
 
 

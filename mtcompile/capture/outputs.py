@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,20 @@ class Constant:
 Output = Passed | Computed | Constant
 
 
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """How gradients flow between outputs. ``order``: the outputs that need gradients, as the forward makes them. ``viewed``:
+    for an output that is a view of another view, that one. ``inner``: the names of the nodes of those that the forward goes on
+    computing with. ``reached``: for each computed tensor, the inner outputs that its gradient flows to first. ``changed``: the
+    inner outputs that the forward changes in place."""
+
+    order: tuple[int, ...]
+    viewed: Mapping[int, int]
+    inner: Mapping[int, str]
+    reached: tuple[tuple[int, ...], ...]
+    changed: frozenset[int]
+
+
 class _Tensor:
     """Stands for the viewed tensor among an operation's arguments."""
 
@@ -74,6 +89,7 @@ class _Tensor:
 
 
 _TENSOR = _Tensor()
+_CALLS = ("call_function", "call_method")
 
 
 def rebuilt(output: Output, inputs: Sequence[torch.Tensor], computed: Sequence[torch.Tensor]) -> Any:
@@ -113,11 +129,25 @@ def _unordered(
     for position, base in enumerate(computed):
         if not fake_of(base).requires_grad:
             continue
-        uses = [user for user in base.users if user in needed and _requires_grad(user)]
+
+        def uses_of(node: fx.Node) -> list[fx.Node]:
+            return [user for user in node.users if user in needed and _requires_grad(user)]
+
+        uses = uses_of(base)
         pairs = zip(outputs, returned, strict=True)
         own = [(o, value) for o, value in pairs if isinstance(o, Computed) and o.position == position and not o.detached]
-        if uses and any(output.views for output, _ in own) and len(own) + len(uses) > 2:
+        ways = [_way_to(value, base) for output, value in own if output.views]
+        within = (sum(user not in way for node in way for user in uses_of(node)) for way in ways)
+        if ways and ((uses and len(own) + len(uses) > 2) or max(within) > 1):
             yield base, [value for _, value in own]
+
+
+def _way_to(value: fx.Node, base: fx.Node) -> list[fx.Node]:
+    """Returns a view, the views that it is made of, and their base."""
+    way = [value]
+    while way[-1] is not base and (parent := _parent(way[-1])) is not None:
+        way.append(parent)
+    return way
 
 
 def _requires_grad(node: fx.Node) -> bool:
@@ -159,6 +189,68 @@ def _rebuilding(graph: fx.Graph, views: bool, alone: frozenset[fx.Node]) -> tupl
         else:
             outputs.append(Computed(positions.setdefault(base, len(positions)), operations, detached))
     return tuple(outputs), tuple(positions)
+
+
+def flow_of(graph: fx.Graph, outputs: Sequence[Output], computed: Sequence[fx.Node]) -> Flow | None:
+    """Returns how gradients flow between the outputs of Dynamo's graph, as ``outputs_of`` describes them; None if there are not
+    several that need gradients."""
+    own: dict[fx.Node, int] = {}  # a leaf, as an input may be, is no output of the forward's own
+    for index, (output, value) in enumerate(zip(outputs, pytree.tree_leaves(graph.output_node().args[0]), strict=True)):
+        if (isinstance(output, Computed) or _views(output)) and fake_of(value).requires_grad:
+            own.setdefault(value, index)
+    if len(own) < 2:
+        return None
+    operands, reached = dict[fx.Node, frozenset[int]](), dict[fx.Node, frozenset[int]]()  # the outputs that gradients flow to
+    written, last_write = defaultdict[int, frozenset[int]](frozenset), dict[int, int]()  # by storage
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        stored = [written[storage] for operand in node.all_input_nodes for storage in _storages(operand)]
+        found = frozenset[int]().union(*(reached[operand] for operand in node.all_input_nodes), *stored)
+        through = _views(outputs[own[node]]) if node in own else _requires_grad(node)  # autograd makes views of each other
+        operands[node] = found
+        reached[node] = (found if through else frozenset()) | ({own[node]} if node in own else set())
+        if node.op in _CALLS and (changes_operand(node) or node.target is operator.setitem):
+            for storage in _storages(node) | _storages(node.all_input_nodes[0]):
+                written[storage], last_write[storage] = written[storage] | found | reached[node], places[node]
+
+    def made(node: fx.Node) -> tuple[int, int]:
+        return max(places[node], *(last_write.get(storage, 0) for storage in _storages(node))), places[node]
+
+    order = [own[node] for node in sorted(own, key=made)]
+    nodes = {index: node for node, index in own.items()}
+    reaching = []
+    for position, node in enumerate(computed):
+        users = [order.index(i) for i, o in enumerate(outputs) if i in nodes and getattr(o, "position", None) == position]
+        shared = {index for index, other in nodes.items() if _storages(other) & _storages(node)}
+        within = operands[node].union(*(written[storage] - shared for storage in _storages(node)))
+        reaching.append(tuple(sorted(i for i in within if order.index(i) < min(users, default=0))))
+    inner = {index: nodes[index].name for index in order if any(index in each for each in reaching)}
+    changed = frozenset(i for i in inner if made(nodes[i])[0] > places[nodes[i]] or _used_as_before(nodes[i], places))
+    viewed = {index: own[base] for node, index in own.items() if (base := _viewed_output(node, own, outputs)) is not None}
+    return Flow(tuple(order), viewed, inner, tuple(reaching), changed)
+
+
+def _used_as_before(node: fx.Node, places: Mapping[fx.Node, int]) -> bool:
+    """Tells whether the forward goes on with the tensor that an operation has changed, by another name than its result."""
+    base = node
+    while base.op in _CALLS and changes_operand(base):
+        base = base.all_input_nodes[0]
+        if any(places[user] > places[node] and user.op != "output" for user in base.users):
+            return True
+    return False
+
+
+def _views(output: Output) -> tuple[View, ...]:
+    return () if isinstance(output, Constant) else output.views
+
+
+def _viewed_output(node: fx.Node, own: Mapping[fx.Node, int], outputs: Sequence[Output]) -> fx.Node | None:
+    """Returns the nearest output that is a view as well, and that an output is a view of."""
+    base: fx.Node | None = node if _views(outputs[own[node]]) else None
+    while base is not None and (base := _parent(base)) is not None:
+        if base in own:
+            return base if _views(outputs[own[base]]) else None
+    return None
 
 
 def fake_of(node: fx.Node) -> torch.Tensor:
@@ -210,7 +302,7 @@ def _viewed(output: fx.Node, without_grad: set[fx.Node]) -> tuple[fx.Node, tuple
 
 def _parent(node: fx.Node) -> fx.Node | None:
     """Returns the operand whose memory a node shares, or None if it has its own."""
-    if node.op not in ("call_function", "call_method"):
+    if node.op not in _CALLS:
         return None
     storages = _storages(node)
     return next((operand for operand in node.all_input_nodes if not storages.isdisjoint(_storages(operand))), None)
@@ -226,7 +318,15 @@ def changes_operand(node: fx.Node) -> bool:
     """Tells whether an operation returns its first operand, which it changes."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place_operator = getattr(operator, name, None) is node.target and name.startswith("i") and hasattr(operator, name[1:])
-    return (name.endswith("_") and not name.endswith("__")) or in_place_operator or "out" in node.kwargs
+    return (name.endswith("_") and not name.endswith("__")) or in_place_operator or "out" in node.kwargs or _is_inplace(node)
+
+
+def _is_inplace(node: fx.Node) -> bool:
+    """Tells whether a function of torch.nn.functional is called with ``inplace=True``."""
+    code = getattr(node.target, "__code__", None)
+    names = () if code is None else code.co_varnames[: code.co_argcount]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return given.get("inplace") is True
 
 
 def _alike(one: Any, other: torch.Tensor) -> bool:

@@ -288,12 +288,12 @@ class CompiledModel:
     @property
     def plan(self) -> Plan | None:
         """The plan of the program that last trained. Of a forward in parts, with the ``numerics`` of all."""
-        last, parts = self.session.last, self.parts
-        if last is None or not parts:
-            return None if last is None else last.plan
+        plan, parts = self.session.plan, self.parts
+        if plan is None or not parts:
+            return plan
         numerics = of_all([part.problem.numerics for part in parts])
         note = f"the forward is compiled in parts, {len(parts)} of them with a plan: but for numerics, this is that of one part"
-        return replace(last.plan, numerics=str(numerics), notes=(*last.plan.notes, note))
+        return replace(plan, numerics=self.session.numerics_now(str(numerics)), notes=(*plan.notes, note))
 
     @property
     def between_backward_and_step(self) -> bool:

@@ -16,6 +16,7 @@ from mtcompile.capture.outputs import Constant, Passed, rebuilt
 from mtcompile.compiler import CapturedStep
 from mtcompile.errors import CaptureError, StepError, told_briefly
 from mtcompile.execution.compiled import CompiledStep, Frame
+from mtcompile.execution.inner import InnerOutputs, waiting_frame
 from mtcompile.execution.memory.fragments import index_of
 from mtcompile.execution.memory.shortage import with_retry
 from mtcompile.execution.second_order import differentiable_gradients
@@ -109,7 +110,19 @@ class Program:
             names = (spec.name for spec in self.description.inputs)
             self.session.door.before_forward(dict(zip(names, inputs, strict=True)))
         computed = with_retry(self.session, lambda again: self._computed(inputs))
-        return tuple(rebuilt(output, inputs, computed) for output in self.description.outputs)
+        seen: dict[int, torch.Tensor] = {}
+        if self.trains and self.description.flow is not None:
+            seen = self._handed_out(inputs, computed)
+        outputs = enumerate(self.description.outputs)
+        return tuple(seen[i] if i in seen else rebuilt(output, inputs, computed) for i, output in outputs)
+
+    def _handed_out(self, inputs: tuple[torch.Tensor, ...], computed: tuple[torch.Tensor, ...]) -> dict[int, torch.Tensor]:
+        """The outputs that need gradients, by index, as the caller sees them."""
+        step: Any = next(tensor.grad_fn for tensor in computed if tensor.grad_fn is not None)
+        step.inner = InnerOutputs(self.session, self.description, self.micro is not None)
+        seen: dict[int, torch.Tensor] = step.inner.hand_out(step, inputs, computed)
+        step.frame.hand_out(computed)
+        return seen
 
     def _computed(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         compiled = self.compile()  # before autograd looks at the inputs: planning may send a parameter to another device
@@ -201,7 +214,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, program: Program, compiled: CompiledStep, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.program, ctx.used = program, frozenset()
+        ctx.program, ctx.used, ctx.inner = program, frozenset(), None
         ctx.model = getattr(program.session.door, "model", lambda: None)()  # a backward may have to plan, which looks at it
         ctx.places = [] if ctx.model is None else list(_places(ctx.model, [inputs[i] for i in compiled.changed_in_backward]))
         ctx.frame, outputs = program.session.forward(compiled, inputs)
@@ -215,11 +228,6 @@ class _Step(torch.autograd.Function):
     @told_briefly
     @torch_private.one_at_a_time
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if ctx.program.session.closed:
-            raise StepError(
-                "backward was called after model.close(), for a forward before it; call it before you close the model"
-            )
-        frame: Frame | None = ctx.frame
         if any(tangent is not None and torch_private.is_batched(tangent) for tangent in tangents):
             raise StepError(
                 "backward was called for several gradients at once (vmap, is_grads_batched=True or vectorize=True), and a plan "
@@ -227,15 +235,12 @@ class _Step(torch.autograd.Function):
                 "plain forward"
             )
         arriving = frozenset(i for i, tangent in enumerate(tangents) if tangent is not None)
-        if frame is None or frame.spent or arriving & ctx.used:
-            raise StepError(
-                "backward was already run for this forward; run the forward again, or call the first backward with "
-                "retain_graph=True"
-            )
+        frame = waiting_frame(ctx.program.session, ctx.frame, bool(arriving & ctx.used))
         program: Program = ctx.program
         session, keeps = program.session, torch_private.keeps_graph()
         session.door.before_backward(frame, keeps)
         if torch.is_grad_enabled():  # create_graph=True
+            session.note_differentiated()
             wanted = ctx.needs_input_grad[2:]
             ctx.used = ctx.used if keeps else ctx.used | arriving
             return None, None, *differentiable_gradients(session, program.description, frame, tangents, wanted)
@@ -247,10 +252,13 @@ class _Step(torch.autograd.Function):
         first = not frame.repeated
         used = ctx.used if keeps else ctx.used | arriving
         repeated = frame.repeat() if keeps or program.losses - used else None
-        with session.door.backward(ctx, frame, tangents):
-            captured = program.captured(frame.compiled.tangents)
-            compile_again = program.compile_again if first else program.compile_once
-            gradients = session.backward(frame, captured, tangents, compile_again)
+        if ctx.inner is not None and ctx.inner.is_looked_at:
+            gradients = ctx.inner.gradients(frame, tangents, ctx.needs_input_grad[2:])
+        else:
+            with session.door.backward(ctx, frame, tangents):
+                captured = program.captured(frame.compiled.tangents)
+                compile_again = program.compile_again if first else program.compile_once
+                gradients = session.backward(frame, captured, tangents, compile_again)
         session.door.before_accumulation(frame.inputs, gradients)
         if repeated is not None:
             session.frames.repeated.add(repeated)

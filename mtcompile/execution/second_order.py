@@ -35,9 +35,9 @@ def differentiable_gradients(
             "be differentiated; expected create_graph=False, or a backward that changes nothing"
         )
     check_versions(frame, description, again=True)
-    plain = PlainGraph(_peak_nbytes(description, tangents, wanted) + _copied_nbytes(frame))
-    session.make_room_for(plain)
-    inputs = _inputs(description, frame)
+    plain = PlainGraph(_peak_nbytes(description, tangents, wanted) + copied_nbytes(frame))
+    session.make_room_for(plain, "backward was called with create_graph=True, which")
+    inputs = [tensor.to(description.device) for tensor in inputs_before(frame)]
     device = str(description.device)
     # What is saved holds ``plain``, which so lives until the last saved value is freed.
     saving = torch.autograd.graph.saved_tensors_hooks(lambda value: (value.detach(), plain), lambda saved: saved[0])
@@ -50,10 +50,7 @@ def differentiable_gradients(
 def _gradients(
     description: Description, inputs: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None], wanted: Sequence[bool]
 ) -> Gradients:
-    with contextlib.ExitStack() as stack:
-        for device, enabled, dtype in description.autocast:
-            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
-        outputs = description.graph(*inputs)
+    outputs = run_plainly(description, inputs)
     pairs = [(output, tangent) for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
     sources = [i for i, tensor in enumerate(inputs) if wanted[i] and tensor.requires_grad]
     results = torch.autograd.grad(
@@ -67,13 +64,20 @@ def _gradients(
     return tuple(by_input.get(i) for i in range(len(inputs)))
 
 
-def _inputs(description: Description, frame: Frame) -> list[torch.Tensor]:
-    """Returns the inputs of the forward, where it computes, with the buffers that it changes as they were before."""
-    inputs = [frame.snapshots[i].clone() if i in frame.snapshots else tensor for i, tensor in enumerate(frame.inputs)]
-    return [tensor.to(description.device) for tensor in inputs]
+def run_plainly(description: Description, inputs: Sequence[torch.Tensor]) -> Any:
+    """Returns what a captured graph returns, run in plain PyTorch."""
+    with contextlib.ExitStack() as stack:
+        for device, enabled, dtype in description.autocast:
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        return description.graph(*inputs)
 
 
-def _copied_nbytes(frame: Frame) -> int:
+def inputs_before(frame: Frame) -> list[torch.Tensor]:
+    """Returns the inputs of a forward at home, with the buffers that it changes as they were before."""
+    return [frame.snapshots[i].clone() if i in frame.snapshots else tensor for i, tensor in enumerate(frame.inputs)]
+
+
+def copied_nbytes(frame: Frame) -> int:
     """Returns the device bytes of the inputs that are at home on the host."""
     return sum(span_nbytes(tensor) for tensor in frame.inputs if tensor.device.type == "cpu")
 

@@ -34,6 +34,8 @@ from mtcompile.execution.unchanged import check_unchanged, check_versions
 from mtcompile.kernels.toolchain import toolchain_for
 from mtcompile.options import Options
 from mtcompile.passes.generators import rng_preserved, set_generator_state
+from mtcompile.passes.joint.exceptions import BIT_EQUAL, DIFFERENTIATED
+from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import leaves_room
 from mtcompile.references import weakly
 from mtcompile.runtime.devices.protocol import Device
@@ -84,6 +86,29 @@ class Session:
         self.last_step: tuple[Schedule, Trace] | None = None
         self.last_ran: tuple[Schedule, Trace] | None = None  # as last_step, by whatever clock
         self.peak_device_bytes = self.peak_host_bytes = self.planned_device_bytes = 0
+        self.differentiated = False  # whether a backward was called with create_graph=True
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last program, with what a backward has taken back of its contract."""
+        if self.last is None or not self.differentiated:
+            return None if self.last is None else self.last.plan
+        return replace(self.last.plan, numerics=self.numerics_now(self.last.plan.numerics))
+
+    def numerics_now(self, contract: str) -> str:
+        """Returns a contract without what a backward has taken back of it."""
+        return contract.replace(BIT_EQUAL, DIFFERENTIATED) if self.differentiated else contract
+
+    def note_differentiated(self) -> None:
+        """Takes back, the first time that a backward is called with create_graph=True, that all bits are plain PyTorch's."""
+        if not self.differentiated and self.last is not None and BIT_EQUAL in self.last.plan.numerics:
+            warnings.warn(
+                "backward was called with create_graph=True. Gradients of that forward are added up in another order than in "
+                "plain PyTorch, so that their last bits may differ; plan.numerics says so from now on. For equal bits, run a "
+                "forward of its own for the gradients that you differentiate",
+                stacklevel=2,
+            )
+        self.differentiated = True
 
     @torch_private.one_at_a_time
     def drain(self) -> None:
@@ -270,9 +295,9 @@ class Session:
         if not frame.evicted and self.frames.waiting() and not self._fits(frame.compiled):
             self.frames.evict()
 
-    def make_room_for(self, plain: PlainGraph) -> None:
+    def make_room_for(self, plain: PlainGraph, what: str) -> None:
         """Counts a graph of autograd's own from now on. If it needs the room, evicts waiting forwards, frees the arena and
-        sends parameters home; later plans leave the room free. Raises BudgetError."""
+        sends parameters home; later plans leave the room free. Raises BudgetError, which says ``what`` runs."""
         memory = self.options.memory
         self.frames.plain.add(plain)
         if memory is not None and self.held_nbytes() > memory:
@@ -282,7 +307,7 @@ class Session:
             if (needed := self.held_nbytes()) > memory:
                 self.frames.plain.discard(plain)
                 raise BudgetError(
-                    f"backward was called with create_graph=True, which runs in plain PyTorch and takes {gib(plain.nbytes)}: "
+                    f"{what} runs in plain PyTorch and takes {gib(plain.nbytes)}: "
                     f"the smallest memory that works is {needed} bytes ({gib(needed)}), found {gib(memory)}. Pass "
                     f"memory={needed} or more, or a smaller batch",
                     needed,

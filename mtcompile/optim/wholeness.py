@@ -98,7 +98,7 @@ class Wholeness:
             if versions is None or is_running(optimizer):
                 continue
             self._begun[optimizer] = None
-            if _changed(versions, _versions(optimizer)):
+            if has_changed(versions, versions_of(optimizer)):
                 self.spoil("optimizer.step() ended among its updates: some parameters may have been updated, others not")
 
     # ------------------------------------------------------------------------------ hooks of the model and the optimizer
@@ -131,7 +131,7 @@ class Wholeness:
         if self._begun[optimizer] is not None and is_running(optimizer):  # a step that calls the step of its base class
             return None
         self.check()
-        self._begun[optimizer] = _versions(optimizer)
+        self._begun[optimizer] = versions_of(optimizer)
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._watched(optimizer, args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
@@ -146,7 +146,7 @@ class Wholeness:
             try:
                 return closure()
             except BaseException:
-                if (versions := self._begun[optimizer]) is not None and not _changed(versions, _versions(optimizer)):
+                if (versions := self._begun[optimizer]) is not None and not has_changed(versions, versions_of(optimizer)):
                     self._begun[optimizer] = None
                 raise
 
@@ -158,7 +158,7 @@ class Wholeness:
             self.steps += 1
 
 
-def _versions(optimizer: torch.optim.Optimizer) -> Versions:
+def versions_of(optimizer: torch.optim.Optimizer) -> Versions:
     """Returns, by the id of each parameter, what tells whether a step has changed it or its state: versions, and numbers."""
     versions = dict[int, tuple[Any, ...]]()
     state = optimizer.state
@@ -181,7 +181,7 @@ def _version(tensor: Tensor) -> int:
         return 0
 
 
-def _changed(before: Versions, after: Versions) -> bool:
+def has_changed(before: Versions, after: Versions) -> bool:
     """Tells whether anything has changed. New state has not, as long as nothing was added to it."""
     if before.keys() != after.keys():
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -36,10 +36,68 @@ def accumulating(function: Any) -> list[bool]:
 def asks_for(function: Any, position: int) -> bool:
     """Tells whether this backward needs the gradient of the ``position``-th tensor that the running node was applied to."""
     node, _ = function.next_functions[position]
+    return node is not None and will_run(node)
+
+
+def current_backward() -> int:
+    """The number of the backward that is running in this thread."""
+    return int(torch._C._current_graph_task_id())
+
+
+def after_backward(callback: Callable[[], Any]) -> None:
+    """Calls a function at the end of the backward that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def asked_for() -> tuple[list[Any], bool] | None:
+    """What the backward that is running was asked for, by ``torch.autograd.grad`` or ``inputs=``; nothing for ``backward()``
+    alone, which is for all leaves. And whether it adds to ``.grad``. None where torch does not tell."""
+    given = [(call.f_locals.get("args", ()), call.f_locals.get("kwargs", {})) for call in _running_backwards()]
+    if not given or any(len(args) < 4 for args, _ in given):
+        return None
+    return [tensor for args, _ in given for tensor in args[3]], all(kwargs.get("accumulate_grad") for _, kwargs in given)
+
+
+def _running_backwards() -> list[FrameType]:
+    """torch's calls of its engine for the backward that is running in this thread; where autograd runs it in a thread of its
+    own, as on an accelerator, those of all threads. Empty if the call did not come from Python."""
+    code = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+
+    def calls(frame: FrameType | None) -> Iterator[FrameType]:
+        while frame is not None:
+            if frame.f_code is code:
+                yield frame
+            frame = frame.f_back
+
+    own = list(calls(sys._getframe()))[:1]
+    return own or [call for top in sys._current_frames().values() for call in calls(top)]
+
+
+def is_among(tensor: torch.Tensor, asked: Iterable[Any]) -> bool:
+    """Tells whether a backward that was asked for these tensors, or edges of autograd's graph, returns the gradient of one."""
+    edge = tensor.grad_fn, tensor.output_nr
+    return any(each is tensor or (isinstance(each, tuple) and tuple(each[:2]) == edge) for each in asked)
+
+
+def goes_on_below(tensor: torch.Tensor) -> bool:
+    """Tells whether the backward that is running goes on from the gradient of a tensor to other ones."""
+    return any(node is not None and will_run(node) for node, _ in getattr(tensor.grad_fn, "next_functions", ()))
+
+
+def will_run(node: Any) -> bool:
+    """Tells whether the backward that is running comes, or has come, to a node of autograd's graph."""
     try:
-        return node is not None and torch._C._will_engine_execute_node(node)
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # raised for a leaf that torch.autograd.grad was called with
         return True
+
+
+def hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor | None], torch.Tensor | None]) -> Mapping[int, Any]:
+    """Calls a function with the gradient of a tensor, before all hooks that are registered later. Returns the hooks of the
+    tensor as it is now, which are kept up to date."""
+    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # or saving the tensor would warn of it
+    tensor.register_hook(hook)
+    return tensor._backward_hooks  # type: ignore[return-value]
 
 
 def leaves_outside(output: Any, node_name: str) -> list[torch.Tensor]:
@@ -55,16 +113,10 @@ def leaves_behind(function: Any) -> list[torch.Tensor]:
 def leaves_beside(function: Any) -> list[torch.Tensor] | None:
     """The leaves that the backward which is running reaches by another way than from one of its nodes, ``function``. None if
     torch's Python did not begin that backward, which then cannot be looked at."""
-    own = sys._getframe()
-    engine = torch.autograd.graph._engine_run_backward.__code__
-    for top in (own, *sys._current_frames().values()):  # autograd may run this node in a thread of its own
-        frame: FrameType | None = top
-        while frame is not None:
-            if frame.f_code is engine:
-                leaves, seen = _leaves(_nodes_of(frame.f_locals["t_outputs"]), lambda node: node is function)
-                if function in seen:
-                    return leaves
-            frame = frame.f_back
+    for call in _running_backwards():
+        leaves, seen = _leaves(_nodes_of(call.f_locals["t_outputs"]), lambda node: node is function)
+        if function in seen:
+            return leaves
     return None
 
 

@@ -15,6 +15,10 @@ from mtcompile.runtime.schedule import Role, listed
 aten = torch.ops.aten
 
 BIT_EQUAL = "every value and gradient bit-equal to plain PyTorch (eager kernels)"
+DIFFERENTIATED = (  # in place of that
+    "every value equal to plain PyTorch's (eager kernels), and every gradient of a forward without create_graph=True; with it, "
+    "gradients are added up in another order, and their last bits may differ"
+)
 _FUSED = "kernels by Inductor: within rounding of plain PyTorch, and the same bits whatever moves (for the same variants)"
 
 # Plain backward formulas of these look at the values, where a trace takes the formula that is right for any.

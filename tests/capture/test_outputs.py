@@ -89,6 +89,7 @@ CASES: dict[str, Outputs] = {
     "input": lambda m, h, x: (x, x.t(), x.detach(), x.expand(2, 4, 8), h),
     "conjugate": lambda m, h, x: (torch.view_as_complex(h.view(4, 4, 2)).conj(), h),
     "of several results": lambda m, h, x: (*h.max(1), h.max(1)[0].unsqueeze(0)),
+    "activation in place": lambda m, h, x: (nn.functional.leaky_relu(h, 0.1, True), m.linear(h)),
     "same twice": lambda m, h, x: (h, {"again": h, "views": [h.view(2, -1)]}),
 }
 

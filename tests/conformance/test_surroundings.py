@@ -48,6 +48,7 @@ RESULTS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "a view beside two uses": lambda m, h, x: (h[0], h.exp(), h.tanh()),
     "a late view beside two uses": lambda m, h, x: (h.exp(), h.tanh(), h.view(-1)),
     "a transposed view beside two uses": lambda m, h, x: (h.t(), h.exp(), h.tanh()),
+    "a flat view that is used twice": lambda m, h, x: ((f := h.view(-1, 2, 4).flatten(1)), f.exp(), f.tanh()),
     "conjugated": lambda m, h, x: torch.complex(h, x).mH,
     "conjugated beside itself": lambda m, h, x: ((z := torch.complex(h, x)), z.conj()),
 }
@@ -70,6 +71,8 @@ def numerics(result: Callable[[Any, Tensor, Tensor], Any], x: Tensor) -> str:
 def test_what_cannot_be_had_is_named() -> None:
     two_views = numerics(lambda m, h, x: (h[0], h.exp(), h[1]), torch.randn(3, 8))
     assert "views of it that are returned are added up first" in two_views
+    used_apart = numerics(lambda m, h, x: (*(parts := h.chunk(2, 1)), parts[0].exp() + parts[0].tanh()), torch.randn(3, 8))
+    assert "views of it that are returned are added up first" in used_apart
     used_twice = numerics(lambda m, h, x: (h, x.exp()), torch.randn(3, 8, requires_grad=True))
     assert "if used outside the model too, the gradient of" in used_twice
 
