@@ -9,13 +9,15 @@ that whoever reads, scales, clips, replaces, clears or forgets to clear it is se
     backward              updates             refused                        refused; updates once it is zeroed
     use of p.grad         none there          refused                        refused
     zero_grad()           nothing             spoils: see below              nothing is left
+    weights, state change changes             spoils: see below              changes
     step()                as plain PyTorch    ends the step                  refused: it would update again
     step(closure)         step() at the end of the closure, by what that leaves
     bind(another)         binds               refused                        binds
     load_state_dict       loads               as after step()                loads
 
-Gradients that are cleared, or replaced, before ``step()`` would not have been used by plain PyTorch, but were. Nobody can take
-that back: the model is spoiled until a checkpoint is loaded. Everything else is refused before anything has changed.
+Gradients that are cleared or replaced before ``step()`` would not have been used by plain PyTorch, but were; it would have used
+weights or state that are changed before ``step()``. Nobody can take that back: the model is spoiled until a checkpoint is
+loaded. Everything else is refused before anything has changed.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from torch import Tensor, nn
 
 from mtcompile import torch_private
 from mtcompile.errors import StepError
-from mtcompile.optim.wholeness import Wholeness, is_running
+from mtcompile.optim.wholeness import Versions, Wholeness, is_running, versions_of
 from mtcompile.references import weakly
 from mtcompile.torch_private import UsedGradient
 
@@ -47,6 +49,7 @@ class Loop:
         self.stepped = True
         self._wholeness, self._check_step = wholeness, check_step
         self._used: Mapping[str, nn.Parameter] = {}  # whose gradients the last backward has used
+        self._left: Versions | None = None  # of weights and state after it, if updates have ended
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []  # while the optimizer's own step runs, which finds no gradients
         self._optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[Any] = []  # of the optimizer, that before a step first
@@ -106,13 +109,21 @@ class Loop:
                     "plain PyTorch would update it with zeros. Call zero_grad(), which sets gradients to None"
                 )
 
-    def used(self, trained: Mapping[str, nn.Parameter]) -> None:
-        """Notes a backward that has updated these parameters."""
+    def used(self, trained: Mapping[str, nn.Parameter], ended: bool) -> None:
+        """Notes a backward that has updated these parameters. ``ended``: False if updates still run."""
         for parameter in trained.values():
             parameter.grad = UsedGradient(parameter, USED)
-        self._used, self.stepped = trained, False
+        self._used, self.stepped, self._left = trained, False, None
+        if ended:
+            self.updated()
         if self._optimizer is not None and not is_running(self._optimizer):  # else torch is going through the hooks
             torch_private.move_hook(self._hooks[0], last=True)  # those of the user's run while the gradients are not hidden
+
+    def updated(self) -> None:
+        """Notes that the updates of the last backward have ended, before anybody else changes what they have changed."""
+        if not self.stepped and self._left is None and self._optimizer is not None:
+            with torch_private.process_lock:  # state does not wait for this look at it
+                self._left = versions_of(self._optimizer)
 
     def loaded(self, *_: Any) -> None:
         """Notes that weights or state have been loaded: a step that was not ended is gone, gradients are not."""
@@ -125,12 +136,17 @@ class Loop:
             if isinstance(gradient, UsedGradient) and not gradient.zeroed:
                 continue
             did = "cleared" if gradient is None or isinstance(gradient, UsedGradient) else "replaced"
-            self.stepped = True
-            self._wholeness.spoil(
-                f"the gradient of {name} was {did} between backward() and optimizer.step(), but with update=\"backward\" that "
-                "backward has updated the weights by then"
-            )
-            self._wholeness.check()
+            self._spoil(f"the gradient of {name} was {did}")
+        if self._left is not None and self._optimizer is not None and versions_of(self._optimizer) != self._left:
+            self._spoil("weights or optimizer state were changed")
+
+    def _spoil(self, why: str) -> None:
+        self.stepped = True
+        self._wholeness.spoil(
+            f'{why} between backward() and optimizer.step(); with update="backward" that backward has made the step by then, '
+            "without it"
+        )
+        self._wholeness.check()
 
     # --------------------------------------------------------------------------------------------- events of the optimizer
 

@@ -206,13 +206,17 @@ class UpdatesInBackward:
         if self.masters is not None:
             self.masters.check(optimizer, parameters.values())
         if self.options.run_ahead:
-            let_wait(optimizer, self._wholeness.drain)
+            let_wait(optimizer, weakly(self._wait))
         check_loss(outputs, tangents, self.options.nonfinite)  # last, since a GPU computes beside the other checks until here
         self._backward = Backward(
             self._wholeness.steps + 1, self.options, optimizer, self.masters, parameters, groups, self._threads, self.grad_norm
         )
         self._backward.trained = updated
         self._backward.disk, self._backward.shares = self.disk, self.shares
+
+    def _wait(self) -> None:
+        self._wholeness.drain()
+        self.loop.updated()
 
     def _check_disk(self) -> None:
         """Raises StepError if updates are in memory that no file took."""
@@ -233,7 +237,7 @@ class UpdatesInBackward:
         assert self._backward is not None
         self._ended = self._backward
         self._wholeness.steps += 1
-        self.loop.used(self._backward.trained)
+        self.loop.used(self._backward.trained, ended=not self.options.run_ahead)
         for notice in () if self.disk is None else self.disk.store.spares.new_notices():
             warnings.warn(notice, stacklevel=2)
 

@@ -134,6 +134,20 @@ def load(loop: Loop) -> None:
     loop.stepped = True
 
 
+def change_weights(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.first.mul_(0.5)
+
+
+def clear_state(loop: Loop) -> None:
+    loop.optimizer.state.clear()
+
+
+def change_state(loop: Loop) -> None:
+    for state in loop.optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+
+
 def add_up(loop: Loop) -> None:
     loop.first.square().sum().backward()
 
@@ -194,6 +208,9 @@ EVENTS: dict[str, Callable[[Loop], Any]] = {
     "change the rate": change_rate,
     "evaluate": evaluate,
     "load": load,
+    "change weights": change_weights,
+    "change state": change_state,
+    "clear state": clear_state,
 }
 
 
@@ -242,6 +259,7 @@ def test_what_people_write_runs(loops: tuple[Loop, Loop]) -> None:
         ("train", "step(closure without a backward)", "zero_grad") * 2,
         (*usual, "through the frozen model", *usual),
         (*usual, "change the rate", "evaluate", *usual, "load", *usual),
+        (*usual, "change weights", *usual, "change state", *usual, "clear state", *usual),
         ("add up outside", "step", "zero_grad", *usual),
     ):
         assert run(*loops, events) is None, events
