@@ -144,7 +144,7 @@ class InnerOutputs:
             raise StepError(f"{what}; where several ranks train, no backward gives it. Train with one rank")
         if torch.is_grad_enabled():
             raise StepError(f"{what}, with create_graph=True; expected a backward without it, or the plain model")
-        if getattr(frame.compiled, "changed_in_backward", ()):
+        if frame.compiled.changed_in_backward:
             raise StepError(f"{what}; the backward of this model changes tensors in place, and would do so twice")
         if changed := [looked[inner] for inner in looked if inner in self.flow.changed]:
             raise StepError(
