@@ -47,6 +47,7 @@ from mtcompile.torch_private.dynamo import (
     tracing_new_leaves,
     without_break_warnings,
 )
+from mtcompile.torch_private.forward.side_actions import differentiates, seeing_hooks, tracing_side_actions
 from mtcompile.torch_private.kernels import (
     AllocatorPeak,
     attention_backend,
@@ -78,7 +79,6 @@ from mtcompile.torch_private.numpy_calls import (
 from mtcompile.torch_private.raising_branches import (
     checking_branches,
 )
-from mtcompile.torch_private.side_actions import differentiates, seeing_hooks, tracing_side_actions
 from mtcompile.torch_private.thread_setting import one_at_a_time, process_lock
 from mtcompile.torch_private.tracing import (
     LiveBytes,
