@@ -81,11 +81,8 @@ class CompiledModule(nn.Module):
         """
         from mtcompile.report.explain import explain_program, first_name
 
-        session, name = self._mt_open.session, first_name(self, name)
-        for part in reversed(self._mt_open.parts):
-            with contextlib.suppress(ValueError):  # it may be of another part
-                return explain_program(part, session.calibrator.phases, name)
-        return explain_program(session.last, session.calibrator.phases, name)
+        session, parts = self._mt_open.session, self._mt_open.parts
+        return explain_program(session.last, session.calibrator.phases, first_name(self, name), parts)
 
     def memory_report(self) -> dict[str, Any]:
         """Returns bytes by name: budget, planned peak and measured peak per tier, the training state, and what the last step

@@ -6,9 +6,10 @@ alternative is the same plan with one decision changed, lowered and simulated.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import fx, nn
 
@@ -67,9 +68,15 @@ def first_name(model: nn.Module, name: str) -> str:
     return next((first for first, parameter in names.items() if parameter is names.get(name)), name)
 
 
-def explain_program(program: CompiledStep | None, timed: Iterable[TimedPhase], name: str) -> Explanation:
+def explain_program(
+    program: CompiledStep | None, timed: Sequence[TimedPhase], name: str, parts: Sequence[CompiledStep] = ()
+) -> Explanation:
     """Explains part of the program that last trained. ``timed``: (program, phase, records) of phases that have run, oldest
-    first. Raises StepError when ``program`` is None, before the first training call."""
+    first. ``parts``: those of a forward that is compiled in parts; the last that has what is asked for is explained. Raises
+    StepError when ``program`` is None, before the first training call."""
+    for part in reversed(parts):
+        with contextlib.suppress(ValueError):  # it may be of another part
+            return explain_program(part, timed, name)
     if program is None:
         raise StepError("expected a model that has trained, found one that has not; train it for one step, then explain")
     unmeasured = (

@@ -66,6 +66,7 @@ from mtcompile.torch_private.dynamo import (
     without_break_warnings,
     without_reports_of_failures,
 )
+from mtcompile.torch_private.forward.side_actions import differentiates, seeing_hooks, tracing_side_actions
 from mtcompile.torch_private.kernels import (
     AllocatorPeak,
     attention_backend,
@@ -97,7 +98,6 @@ from mtcompile.torch_private.numpy_calls import (
 from mtcompile.torch_private.raising_branches import (
     checking_branches,
 )
-from mtcompile.torch_private.side_actions import differentiates, seeing_hooks, tracing_side_actions
 from mtcompile.torch_private.thread_setting import is_locked, one_at_a_time, process_lock
 from mtcompile.torch_private.tracing import (
     LiveBytes,

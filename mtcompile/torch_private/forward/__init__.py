@@ -1,0 +1,1 @@
+"""What Dynamo makes of a forward's own doings."""
