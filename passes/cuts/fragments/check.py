@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.passes.cuts.checks.values import Operand
 from mtcompile.passes.cuts.fragments import check_grouped as grouped
 from mtcompile.passes.proof.same_computation import expect
 from mtcompile.passes.step_graph import inputs_of, is_random, outputs_of
@@ -169,17 +170,6 @@ def _turns_matrices(transpose: fx.Node) -> bool:
     """Tells whether a transpose is that of each matrix of a stack."""
     dims: Any = transpose.args[1:]
     return transpose.meta["val"].dim() == 3 and {dim % 3 for dim in dims} == {1, 2}
-
-
-class Operand(tuple):  # type: ignore[type-arg]
-    """The number of an operand, unlike any argument that is a number."""
-
-    def __new__(cls, number: int) -> Operand:
-        return tuple.__new__(cls, ("operand", number))
-
-    @property
-    def number(self) -> int:
-        return int(self[1])
 
 
 def _frozen(value: Any) -> Any:
