@@ -4,7 +4,7 @@
 # make long    some of them with more values, budgets and machines
 # make soak    ten thousand steps and a hundred models: does anything grow? (ARGS="--steps 1000")
 # make fuzz    ten minutes of inputs that nobody wrote, for every reader of files (ARGS="--minutes 60")
-# make fuzz-loops  training loops drawn from a grammar, compared with plain PyTorch, without end (ARGS="--minutes 60")
+# make fuzz-loops  random training loops, each compared with plain PyTorch, until Ctrl-C (ARGS="--minutes 60")
 # make coverage  other people's models, plainly and compiled, into docs/coverage.md (ARGS="--only 'causal/*'"): hours
 # make gpu     on a GPU: its tests, fixtures and benchmark (ARGS="tests"), by GPU_PYTHON, whose torch sees it
 # make clean   remove what was built, .venv included

@@ -53,8 +53,8 @@ class CompiledModule(nn.Module):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the program that last trained; None before the first training call. Of a forward that is compiled in
-        parts, the plan of one part, with the ``numerics`` of all."""
+        """The plan of the program that last trained; None before the first training call. For a forward that is compiled in
+        parts: the plan of one part, with the ``numerics`` of all parts."""
         return self._mt_open.plan
 
     @property
@@ -208,7 +208,7 @@ class CompiledModule(nn.Module):
         return copied  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saves (pickle, torch.save) as a plain model, which is loaded without mtcompile, also by ``weights_only``."""
+        """Saves (pickle, torch.save) as a plain model, which loads without mtcompile, also with ``weights_only=True``."""
         make, arguments, *state = copy.deepcopy(self).__reduce_ex__(protocol)
         if make is copyreg.__newobj__:  # type: ignore[attr-defined]  # whose class must be that of the object itself
             return make, arguments, *state[:1], _PlainWhileAsked(self, arguments[0])
@@ -216,8 +216,8 @@ class CompiledModule(nn.Module):
 
 
 class _PlainWhileAsked:
-    """The items, none, that pickle asks for once it has compared a model's class: until then, or until it has failed, the model
-    has its plain class."""
+    """An iterator without items, which pickle reads after it has compared the model's class. From its creation until pickle
+    reads it, or until saving has failed, the model has its plain class."""
 
     def __init__(self, model: nn.Module, plain: type) -> None:
         self._compiled = [(model, type(model))]
@@ -306,14 +306,14 @@ def compile(
                fetched once; gradients, added in order, leave once. The loss is the whole batch's. ``"auto"``: the fastest
     update     ``"step"``: gradients wait in ``p.grad`` for ``optimizer.step()``. ``"backward"``: parameters are updated as
                their gradients arrive, with the optimizer's own arithmetic; call ``optimizer.step()`` and ``zero_grad()`` as
-               before. Until then, each use of ``p.grad`` raises StepError. Gradients take the host memory of two regions; if
-               the host is slower than the device, a plan uses more, within the limit that ``host`` sets. Gradient scalers and
-               hooks of parameters raise an error
+               before. From the backward until ``zero_grad()``, each use of ``p.grad`` raises StepError. Gradients take the
+               host memory of two regions; if the host is slower than the device, a plan uses more, within the limit that
+               ``host`` sets. Gradient scalers and hooks of parameters raise StepError
     max_grad_norm  with ``update="backward"``: clips as ``clip_grad_norm_`` does. All gradients are kept until their norm
                (``model.grad_norm``) is known; then updates start
     run_ahead  with ``update="backward"``: lets updates continue during the next forward, whose prefetches wait for those of
-               their own region. ``model.parameters()``, ``state_dict`` and calls of the model wait by themselves; call
-               ``model.synchronize()`` before you read parameters in any other way
+               their own region. ``model.parameters()``, ``state_dict``, ``optimizer.state`` and calls of the model wait by
+               themselves; call ``model.synchronize()`` before you read parameters in any other way
     nonfinite  with ``update="backward"``, for a loss or gradient that is not finite: ``"stop"`` raises StepError, ``"skip"``
                skips the whole update (and keeps all gradients until their norm is known), ``"continue"`` warns
     experts    of a mixture that ``grouped_mm`` computes, those that are copied to the device. ``"used"``: those that tokens

@@ -100,7 +100,7 @@ class Target:
 
 class JointStep(NamedTuple):
     """A rewritten joint graph, to be planned. ``numerics``: its contract in words. ``shared``: by the steps of all forms.
-    ``checks``: that it computes what was captured, to be made before it runs."""
+    ``checks``: prove, before it runs, that it computes what was captured."""
 
     graph: fx.GraphModule
     numerics: Contract
@@ -208,8 +208,8 @@ def planning_problem(
 
 def prove(joint: JointStep, built: BuiltStep, budgets: Budgets, input_homes: InputHomes) -> None:
     """Proves that the schedule is safe and computes what was captured, in the bytes that its kernels were measured to need and
-    within what was asked for: that each cut of the captured graph computes what it did before, and the step what the last one
-    does. Raises an error that names the violated invariant."""
+    within what was asked for. Each cut of the captured graph must compute what the graph before it did, and the step what the
+    last one does. Raises an error that names the violated invariant."""
     plan, step, schedule = built.planned.plan, built.planned.step, built.planned.schedule
     for check in joint.checks:
         check()

@@ -1,4 +1,4 @@
-"""Draws training programs without end, and compares each with plain PyTorch; prints a small program for each defect.
+"""Draws random training programs until stopped, compares each with plain PyTorch, and prints a small program for each defect.
 
 python -m benchmarks.loops                          # make fuzz-loops; until Ctrl-C, or for --minutes or --programs
 python -m benchmarks.loops --seed 17 --programs 1   # one program again; --show prints it
@@ -28,11 +28,11 @@ from benchmarks.loops.shrink import can_be_left_out, features, shrunk, without
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="the first; each next program has the next")
-    parser.add_argument("--minutes", type=float, help="stop after so many")
-    parser.add_argument("--programs", type=int, help="stop after so many")
-    parser.add_argument("--json", type=Path, help="add a line for each program here; defects that it has are known")
-    parser.add_argument("--keep", type=Path, help="a folder for the small programs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first program; it grows by one with each")
+    parser.add_argument("--minutes", type=float, help="stop after so many minutes")
+    parser.add_argument("--programs", type=int, help="stop after so many programs")
+    parser.add_argument("--json", type=Path, help="a file that gets a line for each program; defects in it are known")
+    parser.add_argument("--keep", type=Path, help="a folder for the small programs that show defects")
     parser.add_argument("--show", action="store_true", help="print each program")
     args = parser.parse_args()
     torch.set_num_threads(1)

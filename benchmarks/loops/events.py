@@ -19,9 +19,8 @@ ANYWHERE = (READY, *IN_STEP)
 class Kind:
     """A kind of event. ``places``: where it is inserted; ``instead``: or which event of the plain loop it replaces; ``needs``:
     what the program must be, see ``draw``; ``setup``: lines before the model is compiled; ``reads``: it shows weights or
-    optimizer
-    state, which updates in the backward have changed before ``step`` (docs/guarantees.md); ``then``: an event of the same step
-    that goes with it, and its place."""
+    optimizer state, which updates in the backward have changed before ``step`` (docs/guarantees.md); ``then``: an event of the
+    same step that goes with it, and its place."""
 
     text: str
     places: tuple[str, ...] = ()

@@ -51,7 +51,7 @@ _LEAF = (
     "  expected such a tensor to stay inside forward; return tensor.detach() instead"
 )
 _TRAINS_WITHIN = (
-    "forward runs a backward itself, and may step the optimizer {name}, which no graph can hold{place}\n"
+    "forward runs a backward itself, and may step the optimizer {name}; a graph can hold neither{place}\n"
     "  expected a forward that leaves gradients and parameters as they are: train that part outside forward"
 )
 _only_whole: ContextVar[bool] = ContextVar("only_whole", default=False)
@@ -237,14 +237,14 @@ class _State:
         self.note_break(why, place, report)
 
     def note_break(self, why: str, place: str, report: str) -> None:
-        """Tells the user once of a line that parts a forward, and what it does; ``report``: torch's own words."""
-        line = place.partition(" in ")[0]  # it may be in several functions: Dynamo makes one of what is left of a forward
+        """Warns once about a line that parts a forward, and says what it does. ``report``: torch's own words."""
+        line = place.partition(" in ")[0]  # without its function: Dynamo makes one of what is left of a forward
         if line and line not in self.breaks:
             self.breaks[line] = f"{why}{place}"
             warnings.warn(
                 f"the forward is compiled in parts: Python runs this line between two of them, since it {why}{place}\n"
-                "  values stay the same, and so do gradients but for those that model.plan.numerics names; what Python runs is "
-                "not counted in the budget. Change the line to get one plan"
+                "  values stay the same; so do gradients, except those that model.plan.numerics names. What Python runs is not "
+                "counted in the budget. Change the line to get one plan"
                 + (f"\n  torch says: {report}" if knobs.debug() else ""),
                 stacklevel=2,
             )

@@ -98,8 +98,8 @@ def _is_token(description: Any) -> bool:
 
 
 def take_changes(joint: fx.GraphModule) -> dict[fx.Node, fx.Node]:
-    """Takes out of a joint graph each write to an input, which the backward makes: torch leaves it at the end, as a ``copy_``
-    that nothing reads. Returns the inputs that are written, and their new values. Raises CaptureError for another write."""
+    """Takes the backward's writes to inputs out of a joint graph: torch leaves each at the end, as a ``copy_`` that nothing
+    reads. Returns the written inputs with their new values. Raises CaptureError for any other write."""
     changes: dict[fx.Node, fx.Node] = {}
     for node in [node for node in joint.graph.nodes if writes(node)]:
         changed, *values = node.all_input_nodes
@@ -114,8 +114,8 @@ def take_changes(joint: fx.GraphModule) -> dict[fx.Node, fx.Node]:
 
 
 def changed_after_forward(joint: fx.GraphModule, value: fx.Node) -> bool:
-    """Tells whether a result of the forward, in a joint graph as torch traces it, is what the backward has made of it: torch
-    returns what its memory holds in the end. It marks what the forward computes and takes, where there is a backward."""
+    """Tells whether the backward changes a result of the forward in place. In the joint graph that torch traces, the result is
+    then what its memory holds at the end, which torch does not mark as the forward's. Without a backward it marks nothing."""
     while value.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
         value = value.all_input_nodes[0]
     marked = any("partitioner_tag" in node.meta for node in joint.graph.find_nodes(op="placeholder"))
@@ -123,8 +123,7 @@ def changed_after_forward(joint: fx.GraphModule, value: fx.Node) -> bool:
 
 
 def changing_in_backward(graph: fx.GraphModule, storages: Set[int]) -> list[fx.Node]:
-    """Returns the calls that change something in place in the backwards and hooks, in Dynamo's graph, that are given a tensor
-    of one of these storages."""
+    """Returns the in-place calls of those backwards and hooks in Dynamo's graph that get a tensor of one of these storages."""
     changing: list[fx.Node] = []
     for node in graph.graph.nodes:
         operands = [operand.meta.get("example_value") for operand in node.all_input_nodes]

@@ -232,12 +232,12 @@ def _annotate(joint: fx.GraphModule, description: Description) -> fx.GraphModule
 
 
 def _new_version(description: Description, changed: fx.Node, value: fx.Node) -> OutputSpec:
-    """What a value is that the backward writes to an input. Raises CaptureError where no step can write it back."""
+    """Describes a value that the backward writes to an input. Raises CaptureError where no step can write it back."""
     desc = changed.meta["desc"]
     if type(desc).__name__ != "PlainAOTInput":
         raise CaptureError(
-            f"a backward changes, in place, a gradient that arrives at what forward returns{place_of([value])}\n  expected it "
-            "to return a tensor of its own, as in gradient = gradient * 2: others may read the one that arrives"
+            f"a backward changes, in place, a gradient that arrives at what forward returns{place_of([value])}\n  expected a "
+            "new tensor, as in gradient = gradient * 2: others may read the one that arrives"
         )
     spec, fakes = description.inputs[desc.idx], [fake_of(n) for n in description.graph.graph.find_nodes(op="placeholder")]
     fake = fakes[desc.idx]
@@ -245,13 +245,13 @@ def _new_version(description: Description, changed: fx.Node, value: fx.Node) -> 
     if spec.role == "param" or spec.differentiable:
         what = _described(spec) if spec.role == "param" else f"{spec.name}, which needs a gradient,"
         raise CaptureError(
-            f"the backward changes {what} in place{line}\n  expected only buffers, and other tensors that need no gradient, to "
-            "be changed in a backward: do it after backward, under torch.no_grad()"
+            f"the backward changes {what} in place{line}\n  expected a backward to change only buffers, and other tensors "
+            "that need no gradient: change it after backward, under torch.no_grad()"
         )
     if overlaps(fake):
         raise CaptureError(
-            f"the backward changes {spec.name} in place, of which several elements are one place in memory (as after expand), "
-            f"which torch refuses too{line}\n  pass a copy (clone)"
+            f"the backward changes {spec.name} in place, of which several elements are one place in memory (as after expand); "
+            f"torch refuses this too{line}\n  pass a copy (clone)"
         )
     for other, tensor in zip(description.inputs, fakes, strict=True):
         if tensor is not fake and _share_bytes(tensor, fake):
@@ -263,7 +263,7 @@ def _new_version(description: Description, changed: fx.Node, value: fx.Node) -> 
 
 
 def _share_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tells whether two tensors of one storage lie between bytes that both have."""
+    """Tells whether two tensors share a storage, and their ranges of bytes overlap."""
     if torch_private.storage_id(one) != torch_private.storage_id(other):
         return False
     start, begin = (tensor.storage_offset() * tensor.element_size() for tensor in (one, other))
@@ -277,9 +277,8 @@ def _changed_after_forward(description: Description, spec: OutputSpec, value: fx
     line = place_of([*changing_in_backward(description.graph, {storage_of(changed)}), value, *value.all_input_nodes])
     what = "returns or keeps" if spec.kind == "output" else "changes too"
     return (
-        f"the backward changes {spec.name} in place, which forward {what}{line}\n  expected a backward to change nothing else "
-        "that outlives it than buffers and inputs that forward leaves as they are: use a buffer of its own for that, or return "
-        "a copy (clone)"
+        f"the backward changes {spec.name} in place, which forward {what}{line}\n  expected a backward to change only buffers "
+        "and inputs that forward neither changes nor returns: use a separate buffer, or return a copy (clone)"
     )
 
 

@@ -9,19 +9,19 @@ from typing import Any
 
 from torch import nn
 
-_Method = tuple[type, str, Any, types.CodeType]  # of this class, under this name: what it is, and what it runs
+_Method = tuple[type, str, Any, types.CodeType]  # its class, its name there, the method, and its code
 
 
 class TracedMethods:
-    """Remembers what classes were when a model's forward was captured: those of its modules, and others whose methods were
-    traced."""
+    """Remembers the methods that the captures of a model's forward have traced, to notice when one is replaced: methods of its
+    modules, and of other classes."""
 
     def __init__(self) -> None:
         self._methods: list[_Method] = []
         self._known: set[tuple[type, types.CodeType]] = set()
 
     def note(self, traced: Collection[types.CodeType], modules: Iterable[nn.Module]) -> None:
-        """Takes the code that a capture has traced in a call of ``modules``."""
+        """Remembers the methods whose code a capture has traced, in a call of ``modules``."""
         classes = {type(module) for module in modules} | _classes_of(traced)
         for cls in classes:
             for name in dir(cls):
@@ -32,7 +32,7 @@ class TracedMethods:
                     self._methods.append((cls, name, method, code))
 
     def changed(self) -> bool:
-        """Tells whether a class has another method now; forgets all methods then."""
+        """Tells whether a remembered method has been replaced. If so, forgets all."""
         for cls, name, method, code in self._methods:
             if getattr(cls, name, None) is not method or _code_of(method) is not code:
                 self._methods.clear()
@@ -48,7 +48,7 @@ def _code_of(method: Any) -> types.CodeType | None:
 
 
 def _classes_of(traced: Iterable[types.CodeType]) -> set[type]:
-    """The classes that functions name as theirs, among what their files define."""
+    """The classes of these functions, by their qualified names, where a file defines the class at its top level or nested."""
     files = {getattr(module, "__file__", None): module for module in tuple(sys.modules.values())}
     classes = set()
     for code in traced:

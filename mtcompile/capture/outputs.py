@@ -70,9 +70,9 @@ Output = Passed | Computed | Constant
 @dataclass(frozen=True, slots=True)
 class Flow:
     """How gradients flow between outputs. ``order``: the outputs that need gradients, as the forward makes them. ``viewed``:
-    for an output that is a view of another view, that one. ``inner``: the names of the nodes of those that the forward goes on
-    computing with. ``reached``: for each computed tensor, the inner outputs that its gradient flows to first. ``changed``: the
-    inner outputs that the forward changes in place."""
+    for an output that is a view of an output which is a view too, that other one. ``inner``: for each output that the forward
+    goes on computing with, the name of its node. ``reached``: for each computed tensor, the inner outputs that its gradient
+    flows to first. ``changed``: the inner outputs that the forward changes in place."""
 
     order: tuple[int, ...]
     viewed: Mapping[int, int]
@@ -231,7 +231,7 @@ def flow_of(graph: fx.Graph, outputs: Sequence[Output], computed: Sequence[fx.No
 
 
 def _used_as_before(node: fx.Node, places: Mapping[fx.Node, int]) -> bool:
-    """Tells whether the forward goes on with the tensor that an operation has changed, by another name than its result."""
+    """Tells whether the forward goes on to use a tensor that an operation has changed, otherwise than by its result."""
     base = node
     while base.op in _CALLS and changes_operand(base):
         base = base.all_input_nodes[0]
@@ -245,7 +245,7 @@ def _views(output: Output) -> tuple[View, ...]:
 
 
 def _viewed_output(node: fx.Node, own: Mapping[fx.Node, int], outputs: Sequence[Output]) -> fx.Node | None:
-    """Returns the nearest output that is a view as well, and that an output is a view of."""
+    """Returns the nearest output that this output is a view of, if both are views."""
     base: fx.Node | None = node if _views(outputs[own[node]]) else None
     while base is not None and (base := _parent(base)) is not None:
         if base in own:

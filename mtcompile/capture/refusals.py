@@ -58,7 +58,7 @@ _ELSEWHERE = (
 )
 
 
-_RESUMED = r"^(?:torch_dynamo_resume_in_)+(.*?)(?:_at_\d+)+$"  # the name of a function of which Dynamo captures the rest
+_RESUMED = r"^(?:torch_dynamo_resume_in_)+(.*?)(?:_at_\d+)+$"  # the name that Dynamo gives to the rest of a function
 
 
 class NotOneGraph(CaptureError):
@@ -119,7 +119,7 @@ def not_captured(error: BaseException) -> CaptureError:
 
 
 def _plainly(context: str) -> str:
-    """An exception as Dynamo shows it, as Python would."""
+    """Rewrites an exception that Dynamo shows as Python would show it."""
     shown = re.sub(r"\w*Variable\((?:\w+: )?((?:[^()]|\([^()]*\))*)\)", r"\1", context).removeprefix("raised exception ")
     return re.sub(r"\(\[(.*)\]\)$", r"(\1)", shown)
 
@@ -156,7 +156,7 @@ def may_part(error: BaseException) -> bool:
 
 
 RUNS_A_BACKWARD = "runs a backward"
-# What a line does that torch cannot capture, for the first expression that occurs in the first line of torch's report.
+# What a line does that torch cannot capture: the first expression that occurs in the first line of torch's report decides.
 _DOES = (
     (r"generic_jump|[Dd]ata.dependent (branching|assertion)|control flow", "branches on what a tensor holds"),
     (
@@ -165,13 +165,13 @@ _DOES = (
         "takes a shape or Python value from what a tensor holds",
     ),
     (r"backward\(\)", RUNS_A_BACKWARD),
-    (r"autograd[._]grad|grad_fn", "takes gradients of what is not all captured"),
+    (r"autograd[._]grad|grad_fn", "takes gradients through code that is not captured"),
     (r"requires_grad|retain_grad", "changes whether a tensor requires or keeps a gradient"),
     (r"[Hh]ook", "adds or removes a hook"),
     (r"[Cc]ontext ?manager|contextlib|ContextWrapping|escaped from compiled", "enters a context that torch cannot follow"),
     (r"set_materialize_grads|autograd\.?_?[Ff]unction", "calls an autograd.Function that torch cannot follow"),
-    (r"[Rr]andom|Generator\b|seed\b|uniform_", "draws random numbers from elsewhere than torch's default generator"),
-    (r"[Nn]um[Pp]y|ndarray", "computes with numpy what torch does not know"),
+    (r"[Rr]andom|Generator\b|seed\b|uniform_", "draws random numbers from another generator than torch's default one"),
+    (r"[Nn]um[Pp]y|ndarray", "calls a numpy function that torch cannot trace"),
     (
         r"[Ss]parse|[Nn]ested.?[Tt]ensor|subclass|Torch[Ss]cript|ScriptModule|jit\b|[Oo]paque",
         "uses a kind of tensor or module that no graph holds",
@@ -192,7 +192,7 @@ _UNKNOWN = "does what torch cannot capture"
 
 
 def what_it_does(report: str) -> str:
-    """Says what a line does that cannot be captured, by the first line of torch's report, in a verb and its objects."""
+    """Says, as a verb and its objects, what a line does that torch cannot capture. ``report``: the first line of torch's."""
     return next((does for expression, does in _DOES if re.search(expression, report)), _UNKNOWN)
 
 

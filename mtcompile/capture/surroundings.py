@@ -34,8 +34,8 @@ class Surroundings:
             )
         if (mode := torch_private.function_mode()) is not None:
             raise StepError(
-                f"the call stands in {mode}, a TorchFunctionMode, which would also see torch's functions that make and run a "
-                "plan. Call the model outside of it, or call the plain model in it"
+                f"the call stands in {mode}, a TorchFunctionMode, which would also see the torch functions that make and "
+                "run a plan. Call the model outside of it, or call the plain model in it"
             )
         if self._looks < _MOST_LOOKS and torch_private.caches_casts():
             self._check_casts(parameters)

@@ -48,8 +48,8 @@ _MOST_SHAPES = 4  # in a signature
 class CompiledStep:
     """One program, planned and proven for one pattern of gradients. ``problem``: the problem that its plan solves.
     ``together``: as ``usage.allocated_together`` returns it. ``joint``: the graph whose results it reproduces. ``mutated``, and
-    ``changed_in_backward``: the inputs that its forward and its backward change in place. ``snapshots``: those of both of
-    which it needs the values that the forward has found, also after they have changed."""
+    ``changed_in_backward``: the inputs that its forward and its backward change in place. ``snapshots``: those of both whose
+    values at the start of the forward it still needs after they have changed."""
 
     tangents: Tangents
     plan: Plan
@@ -195,7 +195,7 @@ class Frame:
     ``snapshots``: by input index, the buffers that the forward changes, as they were before. ``versions``: version counters of
     the inputs. ``sent_nbytes``: device bytes of the arguments that were sent there for it. ``spent``: its backward has begun.
     ``evicted``: its saved values are gone, so its backward runs the forward again. ``repeated``: an earlier backward of the
-    same forward has run. ``writes``: what sees changes through ``.data`` of its inputs and outputs.
+    same forward has run. ``writes``: notices changes through ``.data`` of its inputs and outputs.
     """
 
     compiled: CompiledStep

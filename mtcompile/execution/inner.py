@@ -1,13 +1,13 @@
 """Gradients of inner outputs: hidden states, features and attention maps that a forward returns and goes on computing with.
 
-All outputs of a forward come out of one node of autograd's graph, which so has no way from a loss to an inner output. Each
-output therefore gets a node of its own, which computes nothing, with edges to the inner outputs that its gradient flows to:
+All outputs of a forward come out of one node of autograd's graph, so no path leads from a loss to an inner output. Each output
+therefore gets a node of its own, which computes nothing, with edges to the inner outputs that its gradient flows to:
 
     loss ── output ─────────── the forward's node ── parameters
               └── inner output ──┘
 
-A backward in which nobody looks at an inner output passes all gradients to the forward's node, as if these nodes were not
-there. Where somebody does (a hook, ``retain_grad``, ``torch.autograd.grad``), the forward runs once more in plain PyTorch, cut
+If nobody looks at an inner output in a backward, all gradients pass to the forward's node, as if these nodes were not there. If
+somebody does (a hook, ``retain_grad``, ``torch.autograd.grad``), the forward runs once more in plain PyTorch, cut
 at these outputs. Once the gradients of what comes after an inner output are known, so is its own; hooks see that and may change
 it; and in the end plain PyTorch computes the gradients of the inputs, in its own order. Its memory is measured and counted
 before it runs, as that of ``second_order`` is."""
@@ -137,15 +137,17 @@ class InnerOutputs:
             "computing with"
         )
         if self.session.options.updates is not None:
-            raise StepError(f'{what}; with update="backward" no backward gives it. Use update="step"')
+            raise StepError(f'{what}; with update="backward" no backward computes it. Use update="step"')
         if self._in_micro_batches:
             raise StepError(f"{what}; with accumulate= it would be that of several micro-batches. Leave accumulate= out")
         if not self.session.door.alone:
-            raise StepError(f"{what}; where several ranks train, no backward gives it. Train with one rank")
+            raise StepError(f"{what}; where several ranks train, no backward computes it. Train with one rank")
         if torch.is_grad_enabled():
             raise StepError(f"{what}, with create_graph=True; expected a backward without it, or the plain model")
         if frame.compiled.changed_in_backward:
-            raise StepError(f"{what}; the backward of this model changes tensors in place, and would do so twice")
+            raise StepError(
+                f"{what}; the backward of this model changes tensors in place, and would do so twice. Call the plain model"
+            )
         if changed := [looked[inner] for inner in looked if inner in self.flow.changed]:
             raise StepError(
                 f"{what}; forward changes {changed[0]} in place. Change a copy (clone) in forward, or call the plain model"
@@ -202,8 +204,8 @@ class _Look:
     sent: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
     def sent_to(self, inner: int, is_last: bool) -> torch.Tensor | None:
-        """Returns what an output's node sends to an inner output. Where a hook will give the gradient, this is -0, to which
-        anything may be added without a change: a hook cannot replace no gradient. Else the last one sends all of it."""
+        """Returns what an output's node sends to an inner output. If a hook will compute the gradient, this is -0, which
+        changes no sum: a hook runs only where some gradient arrives. Otherwise the last output's node sends all of it."""
         if inner not in self.run.cut or inner in self.sent or (inner in self.returned and not is_last):
             return None
         if inner in self.returned:
@@ -222,8 +224,8 @@ class _Look:
             return self.run.gradient(inner, None if alone else gradient, self.tangents)
         if not alone:
             raise StepError(
-                "torch.autograd.grad was called for an inner output of forward together with others, and the loss uses it by "
-                "itself too; expected a call for its gradient alone: torch.autograd.grad(loss, hidden, retain_graph=True)"
+                "torch.autograd.grad was called for an inner output of forward together with others, and the loss also uses "
+                "it directly; expected a call for its gradient alone: torch.autograd.grad(loss, hidden, retain_graph=True)"
             )
         return None
 
@@ -262,7 +264,7 @@ class _PlainRun:
         return gradient
 
     def gradients(self, tangents: Tangents, wanted: Sequence[bool]) -> Gradients:
-        """Returns the gradient of each input, None where it is not ``wanted`` or there is none. The last question."""
+        """Returns the gradient of each input, None where it is not ``wanted`` or there is none. Frees the graph."""
         sources = [i for i, tensor in enumerate(self._inputs) if wanted[i] and tensor.requires_grad]
         results = _gradients(self._roots(tangents), [self._inputs[i] for i in sources], keeps=False)
         by_input = dict(zip(sources, results, strict=True))

@@ -150,16 +150,16 @@ class CompiledModel:
             return self._run(args, kwargs)
 
     def _in_transform(self, args: Any, kwargs: Any) -> Any:
-        """Runs the plain forward, beside the budget. Raises StepError for a model whose tensors it would not find there."""
+        """Runs the plain forward, which the budget does not count. Raises StepError if one of its tensors is elsewhere."""
         model = self.door.model()
         assert model is not None, "expected the model whose call this is"
         self.session.drain()
         tensors = (*nn.Module.parameters(model), *model.buffers())
         if self.door.in_parts or any(tensor.device != self.device.where for tensor in tensors):
             raise StepError(
-                "the call stands in a transform or a trace (torch.func, vmap, make_fx), and runs the plain forward; it "
-                f"expects all weights on {self.device.where}, found some where the plan keeps them. Call a plain copy "
-                f"in it: copy.deepcopy(model).to({str(self.device.where)!r})"
+                "the call stands in a transform or a trace (torch.func, vmap, make_fx), and runs the plain forward; "
+                f"expected all weights on {self.device.where}, found some elsewhere, where the plan keeps them. Call a "
+                f"plain copy in it: copy.deepcopy(model).to({str(self.device.where)!r})"
             )
         return self._without_gradients.call(model, *args, **kwargs)
 
@@ -282,7 +282,7 @@ class CompiledModel:
 
     @property
     def parts(self) -> tuple[CompiledStep, ...]:
-        """What the last training call ran, in order, of a forward that is compiled in parts; else nothing."""
+        """The parts that the last training call ran, in order; empty if the forward is one graph."""
         return tuple(self._collector.parts.values())
 
     @property
@@ -292,7 +292,7 @@ class CompiledModel:
         if plan is None or not parts:
             return plan
         numerics = of_all([part.problem.numerics for part in parts])
-        note = f"the forward is compiled in parts, {len(parts)} of them with a plan: but for numerics, this is that of one part"
+        note = f"the forward is compiled in parts, {len(parts)} of them with a plan. This is that of one, with numerics of all"
         return replace(plan, numerics=self.session.numerics_now(str(numerics)), notes=(*plan.notes, note))
 
     @property

@@ -100,8 +100,8 @@ class Program:
             return self._collect(self.collector.batch, inputs)
         if torch_private.has_tangent(inputs):
             raise StepError(
-                "the call gets a dual tensor of forward-mode differentiation (torch.autograd.forward_ad), and a plan has a "
-                "forward and a backward only. Use torch.func.jvp, which runs the plain forward"
+                "the call gets a dual tensor of forward-mode differentiation (torch.autograd.forward_ad); a plan has only a "
+                "forward and a backward. Use torch.func.jvp, which runs the plain forward"
             )
         for spec, tensor in zip(self.description.inputs, inputs, strict=True):
             if spec.role == "param":
@@ -277,8 +277,8 @@ def _places(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[tuple
 
 
 def _check_changes(ctx: Any, frame: Frame, description: Description) -> None:
-    """Raises StepError where a plain run may not make the changes in place that a backward makes, since it computes only some
-    gradients, or may make them in a tensor that has taken the place of the one which forward found."""
+    """Raises StepError if a plain run might change other tensors in place than this backward does: because only some gradients
+    are asked for, or because a tensor that the backward changes was replaced since the forward."""
     compiled = frame.compiled
     if not compiled.changed_in_backward:
         return
@@ -293,6 +293,6 @@ def _check_changes(ctx: Any, frame: Frame, description: Description) -> None:
     if missing := [index for index in inputs if not torch_private.asks_for(ctx, index)]:
         raise StepError(
             f"the backward of this model changes {description.inputs[min(compiled.changed_in_backward)].name} in place, "
-            f"and was called for some gradients alone, without that of {description.inputs[missing[0]].name}: a plain run may "
-            "not come to that change. Ask for all gradients, as loss.backward() does"
+            f"and was called for some gradients alone, without that of {description.inputs[missing[0]].name}: a plain run "
+            "might not reach that change. Ask for all gradients, as loss.backward() does"
         )

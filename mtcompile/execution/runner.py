@@ -132,8 +132,8 @@ class Runner:
     ) -> tuple[Frame, tuple[torch.Tensor, ...]]:
         """Runs the forward. Buffers change only after all of it has succeeded; an error restores the generator's state.
 
-        ``snapshots``: the values to read of buffers that the step changes, if not their current ones. What the backward changes
-        it reads as it is then.
+        ``snapshots``: the values to read of buffers that the step changes, if not their current ones. Of tensors that the
+        backward changes, it reads the values at its own start.
         """
         self._check_device()
         for source, _ in compiled.inputs if compiled.read_by_place else ():

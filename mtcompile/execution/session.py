@@ -90,22 +90,22 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the last program, with what a backward has taken back of its contract."""
+        """The plan of the last program. Its numerics promise fewer equal bits after a backward with create_graph=True."""
         if self.last is None or not self.differentiated:
             return None if self.last is None else self.last.plan
         return replace(self.last.plan, numerics=self.numerics_now(self.last.plan.numerics))
 
     def numerics_now(self, contract: str) -> str:
-        """Returns a contract without what a backward has taken back of it."""
+        """Returns a contract as it holds now: a backward with create_graph=True has weakened it."""
         return contract.replace(BIT_EQUAL, DIFFERENTIATED) if self.differentiated else contract
 
     def note_differentiated(self) -> None:
-        """Takes back, the first time that a backward is called with create_graph=True, that all bits are plain PyTorch's."""
+        """Withdraws the promise of equal bits, and warns, when a backward is first called with create_graph=True."""
         if not self.differentiated and self.last is not None and BIT_EQUAL in self.last.plan.numerics:
             warnings.warn(
                 "backward was called with create_graph=True. Gradients of that forward are added up in another order than in "
                 "plain PyTorch, so that their last bits may differ; plan.numerics says so from now on. For equal bits, run a "
-                "forward of its own for the gradients that you differentiate",
+                "separate forward for the gradients that you differentiate",
                 stacklevel=2,
             )
         self.differentiated = True

@@ -17,8 +17,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def check_versions(frame: Frame, description: Description, again: bool) -> None:
-    """Raises StepError if a tensor has changed since the forward, and the backward (or the forward, ``again``) reads it. What
-    the backward changes it reads as it is now, as in a plain run."""
+    """Raises StepError if a tensor has changed since the forward, and the backward (or the forward, ``again``) reads it. A
+    tensor that the backward changes may have changed: the backward reads its values of now, as in a plain run."""
     compiled = frame.compiled
     kept = compiled.mutated | compiled.changed_in_backward
     read = [index for index in (range(len(frame.inputs)) if again else compiled.read_in_backward) if index not in kept]
@@ -52,15 +52,15 @@ def check_unchanged(frame: Frame, description: Description, indices: Iterable[in
 
 def _changed_through_data(name: str) -> StepError:
     return StepError(
-        f"{name} was changed through .data between this forward and its backward; plain PyTorch would compute with it in part, "
-        "and this plan otherwise. Change it after backward, or before forward"
+        f"{name} was changed through .data between this forward and its backward; some operations of the backward would use "
+        "the new values, others than in plain PyTorch. Change it after backward, or before forward"
     )
 
 
 def _is_other(frame: Frame, tensor: torch.Tensor, description: Description, again: bool, in_place: bool = False) -> bool:
-    """Tells whether a change of a tensor through ``.data`` makes another difference than in a plain run, whose backward reads
-    the tensor itself. So does that of a plan which keeps everything where it is, and casts nothing; new memory it sees only
-    where it reads the tensor ``in_place``."""
+    """Tells whether a change of a tensor through ``.data`` has another effect than in a plain run, whose backward reads the
+    tensor itself. A plan that keeps everything where it is, and casts nothing, reads the tensor itself too; but it sees new
+    memory only where it reads the tensor ``in_place``."""
     change = "" if frame.writes is None else frame.writes.change_of(tensor)
     by_reference = not again and frame.compiled.plan.all_resident and not any(enabled for _, enabled, _ in description.autocast)
     return bool(change) and not (by_reference and (in_place or change == "written"))

@@ -1,5 +1,5 @@
-"""Changes through ``tensor.data``, which move no version counter. Whoever makes one first reads the attribute: a watched tensor
-is summed up then, before the other is handed out, and again when somebody wants to know."""
+"""Notices changes through ``tensor.data``, which raise no version counter. Such a change begins with reading the attribute: the
+checksum of a watched tensor is taken just before, and compared when a backward asks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DataWrites:
             self._before[id(tensor)] = tensor.data_ptr(), _sum_of(tensor)
 
     def change_of(self, tensor: torch.Tensor) -> str:
-        """Says whether the values of a watched tensor are others since its ``.data`` was first read: "" for no, "replaced" if
+        """Says whether the values of a watched tensor have changed since its ``.data`` was first read: "" for no, "replaced" if
         the tensor has other memory, else "written"."""
         pointer, values = self._before.get(id(tensor), (0, None))
         if values is None or values == _sum_of(tensor):
@@ -47,7 +47,7 @@ def _sum_of(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def _see_accesses() -> None:
-    """Lets ``.data`` be read and replaced as ever, and those that watch know before; once."""
+    """Replaces the property ``.data``, once, by one that tells all watchers before it is read or replaced."""
     plain: Any = torch.Tensor.data
 
     def tell(tensor: torch.Tensor) -> None:

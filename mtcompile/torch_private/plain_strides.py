@@ -38,7 +38,7 @@ _PRODUCTS = ("aten::addmm_", "aten::addbmm_", "aten::baddbmm_", "aten::addmv_", 
 _RESERVING = (aten.mkldnn_rnn_layer.default, aten._cudnn_rnn.default, aten.miopen_rnn.default)
 
 
-# A CPU's keep the statistics of half-precision rows in fp32 where the weight is, which torch's shape functions do not say.
+# On a CPU, statistics of half-precision rows are in fp32 if the weight is; torch's shape functions do not say so.
 _NORMS = (
     aten.native_layer_norm.default,
     aten.native_group_norm.default,
@@ -53,7 +53,7 @@ _wide_statistics = ThreadSetting(False)
 @contextlib.contextmanager
 def plain_strides(observe: Observe | None, wide_statistics: bool = False) -> Iterator[None]:
     """Traces inside, in this thread, give results the strides that ``observe`` sees; None: those that are there outside.
-    ``wide_statistics``: and statistics of norms their dtypes, which gradients of gradients compute with."""
+    ``wide_statistics``: statistics of norms also get their real dtypes, which gradients of gradients compute with."""
     _replace_dispatch()
     with _observe.during(observe), _wide_statistics.during(wide_statistics):
         yield

@@ -1,4 +1,4 @@
-"""The gradient of a parameter that an update in the backward has used: in ``p.grad``, without storage, and without any use."""
+"""A stand-in, in ``p.grad``, for a gradient that an update in the backward has used. It has no storage, and refuses any use."""
 
 from __future__ import annotations
 

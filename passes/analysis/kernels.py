@@ -92,11 +92,11 @@ def attach(owner: torch.nn.Module, kernel: fx.GraphModule) -> str:
 
 def drop_dead(body: fx.Graph) -> None:
     """Drops operations whose results nothing reads; those that must run stay. As fx does, without its check of the graph.
-    Raises ValueError for one that changes an operand in place, which may be seen without being read."""
+    Raises ValueError for one that changes an operand in place: the change may be used though nothing reads the result."""
     for node in reversed(body.nodes):
         if not node.users and node.op not in ("placeholder", "output") and not must_run(node):
             if writes(node):
-                raise ValueError(f"expected operations that change nothing, or results that say so, found {node.format_node()}")
+                raise ValueError(f"expected operations that change nothing in place, found {node.format_node()}")
             body.erase_node(node)
 
 

@@ -132,8 +132,8 @@ Check = Callable[[], None]
 
 
 class Rewritten(NamedTuple):
-    """A joint graph in a ``form``, as far as there is something to cut. ``contract``: what it says of results;
-    ``checks``: those that the form which is chosen has to pass. They raise SameComputationError."""
+    """A joint graph in a ``form``, as far as there is something to cut. ``contract``: how its results differ;
+    ``checks``: to be run if this form is chosen. They raise SameComputationError."""
 
     graph: fx.GraphModule
     form: Form

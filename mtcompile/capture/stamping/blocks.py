@@ -34,8 +34,8 @@ _WRITTEN_IN_FULL = (int, float, complex, str, type(None), type(...), torch.dtype
 
 
 def structure(node: fx.Node) -> str:
-    """Returns the arguments of a node as text, without its operands. What does not print all that it holds, as tensors and
-    arrays do not, is itself alone."""
+    """Returns the arguments of a node as text, without its operands. An argument whose text may leave
+    something out, such as a tensor or an array, equals only itself."""
 
     def written(leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):

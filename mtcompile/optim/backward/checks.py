@@ -91,7 +91,7 @@ def check_step(backward: Backward, optimizer: torch.optim.Optimizer) -> None:
             values = ", ".join(f"{key}={used[key]}" for key in changed)
             raise StepError(
                 f'{", ".join(changed)} of the optimizer changed between backward() and step(); with update="backward" '
-                f"this step was made with {values}. Change it before backward() or after step(); until then, set it back"
+                f"this step was made with {values}. Set it back now; change it before backward() or after step()"
             )
 
 

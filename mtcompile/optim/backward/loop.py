@@ -1,7 +1,7 @@
 """The loop around a model with ``update="backward"``: what each of its events does, by what the last backward has left.
 
 After a backward with updates, ``p.grad`` is a ``UsedGradient``. It takes the place that the gradient has in plain PyTorch, so
-that whoever reads, scales, clips, replaces, clears or forgets to clear it is seen, by whatever name they do so.
+that all code is noticed which reads, scales, clips, replaces or clears it, or forgets to clear it.
 
     event                 nothing left        used, before step()            used, after step()
     ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -15,9 +15,10 @@ that whoever reads, scales, clips, replaces, clears or forgets to clear it is se
     bind(another)         binds               refused                        binds
     load_state_dict       loads               as after step()                loads
 
-Gradients that are cleared or replaced before ``step()`` would not have been used by plain PyTorch, but were; it would have used
-weights or state that are changed before ``step()``. Nobody can take that back: the model is spoiled until a checkpoint is
-loaded. Everything else is refused before anything has changed.
+If gradients are cleared or replaced before ``step()``, plain PyTorch does not use them, but the backward already has. If
+weights or state are changed before ``step()``, plain PyTorch updates the changed ones, but the backward has updated the old
+ones. This cannot be undone: the model is spoiled until a checkpoint is loaded. Everything else is refused before anything more
+changes.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from mtcompile.references import weakly
 from mtcompile.torch_private import UsedGradient
 
 USED = (
-    'update="backward" has used this gradient in the backward, and kept nothing of it to read, scale, clip or add to. Pass '
-    'max_grad_norm= to compile for clip_grad_norm_, accumulate=k to add up gradients, or update="step" for all else'
+    'update="backward" has used this gradient in the backward; nothing of it is left to read, scale, clip or add to. Pass to '
+    'compile: max_grad_norm= in place of clip_grad_norm_, accumulate=k to add up gradients, or update="step" for all else'
 )
 
 
@@ -60,8 +61,8 @@ class Loop:
             return
         if not self.stepped:
             raise StepError(
-                "another optimizer was bound between backward() and optimizer.step(), which has to end the step that this "
-                "backward has made; bind it after step()"
+                "another optimizer was bound between backward() and optimizer.step(); the optimizer that this backward has "
+                "used must end the step. Bind the other one after step()"
             )
         for hook in self._hooks:
             hook.remove()
@@ -83,8 +84,8 @@ class Loop:
             return
         self._check_untouched()
         raise StepError(
-            'the model was called between backward() and optimizer.step(); with update="backward" its weights are those after '
-            'the step by now. Call it after step(), or use update="step"'
+            'the model was called between backward() and optimizer.step(); with update="backward" the backward has already '
+            'updated its weights. Call it after step(), or use update="step"'
         )
 
     def check_backward(self, trained: Mapping[str, nn.Parameter]) -> None:
@@ -105,7 +106,7 @@ class Loop:
                 )
             if name not in trained:
                 raise StepError(
-                    f"{name} was left a gradient of zeros, by zero_grad(set_to_none=False), and this backward has none for it: "
+                    f"{name} has a gradient of zeros from zero_grad(set_to_none=False), and this backward has none for it: "
                     "plain PyTorch would update it with zeros. Call zero_grad(), which sets gradients to None"
                 )
 
@@ -143,8 +144,8 @@ class Loop:
     def _spoil(self, why: str) -> None:
         self.stepped = True
         self._wholeness.spoil(
-            f'{why} between backward() and optimizer.step(); with update="backward" that backward has made the step by then, '
-            "without it"
+            f'{why} between backward() and optimizer.step(); with update="backward" that backward had already made the '
+            "step, without this change"
         )
         self._wholeness.check()
 
@@ -205,6 +206,6 @@ def check_others(trained: Mapping[str, nn.Parameter], known: Collection[int], no
         raise StepError(
             "gradients of this backward go on through the model's inputs, to a tensor or another model that the optimizer does "
             'not have, as for an adversarial example or a generator; with update="backward" it would update this model too. '
-            "Nothing was changed. Detach the input; or, if only what is behind it is to be trained, freeze the model "
-            '(model.requires_grad_(False)) before the forward; or give all of it to one optimizer, or use update="step"'
+            "Nothing was changed. Detach the input. If only what is behind it is to be trained, freeze the model "
+            '(model.requires_grad_(False)) before the forward. Or give all parameters to one optimizer, or use update="step"'
         )

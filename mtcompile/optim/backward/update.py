@@ -2,7 +2,7 @@
 
 The user's optimizer keeps its class, groups, state, hooks and schedulers. What it would do to a parameter in ``step()`` is
 done here to a few of them at a time, by a stand-in that shares its state; its own ``step()`` then finds no gradients. That call
-still ends a step: hyper-parameters are read when a backward begins. ``Loop`` says what all else in a loop does.
+still ends a step: hyper-parameters are read when a backward begins. ``Loop`` handles all other events of a training loop.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class WaitingState(defaultdict[Any, Any]):
 
 
 def let_wait(optimizer: torch.optim.Optimizer, wait: Callable[[], None]) -> None:
-    """Lets all who use the optimizer's state ``wait`` first, except for the updates, and for what runs them."""
+    """Makes all code that uses the optimizer's state ``wait`` first, except for the updates and what runs them."""
     if not isinstance(optimizer.state, WaitingState):
         optimizer.state = WaitingState(dict, optimizer.state)
         optimizer.state.wait = wait

@@ -2,7 +2,7 @@
 that it runs itself, optimizers that it steps. Uses torch's private APIs, as ``torch_private`` does.
 
 ``with lock:`` is traced as nothing: calls of compiled models take turns anyway. Dynamo traces ``torch.autograd.grad`` into the
-graph, where all that it may lead through are operations of torch.
+graph if the gradient passes through operations of torch only.
 ``tensor.backward()`` is left to Python, since it adds to ``grad``, which no graph returns. A step of an optimizer is refused.
 """
 
@@ -32,7 +32,7 @@ _traces = ThreadSetting(False)
 
 @contextlib.contextmanager
 def tracing_side_actions() -> Iterator[None]:
-    """Captures inside, in this thread, take what a forward does beside computing as said above."""
+    """Captures inside, in this thread, treat what a forward does beside computing as this module's docstring says."""
     from torch._dynamo import config
 
     _replace_variables()
@@ -118,8 +118,8 @@ def differentiates(graph: fx.GraphModule) -> bool:
 
 
 def seeing_hooks(graph: fx.GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns what makes a program of ``graph`` refuse inputs with hooks, if it takes gradients of them itself: in a plain run,
-    ``torch.autograd.grad`` runs the hooks of these inputs, which a graph does not know."""
+    """Returns a wrapper that makes a program of ``graph`` refuse inputs with hooks, if it takes their gradients: in a plain
+    run, ``torch.autograd.grad`` runs the hooks of these inputs, which a graph does not know."""
     sources = set[fx.Node]()
     for call in graph.graph.find_nodes(op="call_function", target=torch.autograd.grad):
         wanted = call.args[1] if len(call.args) > 1 else call.kwargs["inputs"]
