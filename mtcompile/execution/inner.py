@@ -56,7 +56,7 @@ class InnerOutputs:
         for index in self.flow.order:
             output = outputs[index]
             assert not isinstance(output, Constant)
-            if isinstance(output, Computed) and output.position not in made:
+            if isinstance(output, Computed) and output.position not in made and computed[output.position].requires_grad:
                 made.add(position := output.position)
                 reached = [seen[inner] for inner in self.flow.reached[position]]
                 node = _Output.apply(self, step, position, computed[position], *reached).grad_fn  # type: ignore[no-untyped-call]
@@ -67,7 +67,7 @@ class InnerOutputs:
                 seen[index] = rebuilt(Passed(0, output.views[len(above.views) :]), [seen[viewed]], ())
             else:
                 seen[index] = rebuilt(output, inputs, computed)
-            if index in self.flow.inner:
+            if index in self.flow.inner and seen[index].requires_grad:
                 hook = functools.partial(_gradient, weakref.ref(self), index)
                 self._handed_out[index] = weakref.ref(seen[index]), torch_private.hook_first(seen[index], hook)
         return seen
