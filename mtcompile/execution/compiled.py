@@ -212,6 +212,7 @@ class Frame:
     evicted: bool = False
     measured: bool = False
     repeated: bool = False
+    replaced: bool = False
     writes: DataWrites | None = None
 
     def hand_out(self, outputs: tuple[torch.Tensor, ...]) -> None:
@@ -225,12 +226,6 @@ class Frame:
         """The device bytes of its outputs, which are the caller's."""
         buffers = self.compiled.schedule.buffers.values()
         return sum(b.nbytes for b in buffers if b.returned and b.role == "output")
-
-    @property
-    def skipped(self) -> bool:
-        """True if the caller skipped this step because no loss was finite; a variable may still hold that loss."""
-        losses = [t for ref in self.outputs if (t := ref()) is not None and t.numel() == 1 and t.is_floating_point()]
-        return bool(losses) and not any(bool(t.detach().isfinite()) for t in losses)
 
     def evict(self) -> None:
         """Frees what the forward saved; the backward will run the forward again."""

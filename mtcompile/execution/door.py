@@ -114,9 +114,9 @@ class Door(RunnablePlacement, Protocol):
         """Surrounds a call that may train."""
         return nullcontext()
 
-    def before_call(self) -> None:
-        """Raises StepError if the model cannot be called now."""
-        return
+    def call(self) -> AbstractContextManager[None]:
+        """Surrounds a call of the model. Raises StepError if it cannot be called now."""
+        return nullcontext()
 
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Raises StepError if a training forward with these inputs, by name, cannot start now."""

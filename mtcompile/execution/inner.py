@@ -158,6 +158,11 @@ def waiting_frame(session: Session, frame: Frame | None, used: bool = False) -> 
     """Returns a frame whose backward may run. ``used``: whether it has run for some gradient that arrives. Raises StepError."""
     if session.closed:
         raise StepError("backward was called after model.close(), for a forward before it; call it before you close the model")
+    if frame is not None and frame.replaced:
+        raise StepError(
+            'backward was called for a forward that a later one has taken the place of: with update="backward" a step has one '
+            'forward. Call backward before the next forward, or use update="step"'
+        )
     if frame is None or frame.spent or used:
         raise StepError(
             "backward was already run for this forward; run the forward again, or call the first backward with "

@@ -133,7 +133,10 @@ class CompiledModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model. Sends host tensors among the arguments to the device first. Raises StepError for a model that an
         error has left between two steps."""
-        self.door.before_call()
+        with self.door.call():
+            return self._call(args, kwargs)
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
         if torch_private.in_transform():
             return self._in_transform(args, kwargs)
         if self.device.where.type != "cpu":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -273,31 +272,20 @@ class ModelDoor(Door):
     def plan_key(self) -> Hashable:
         return None if self.updates is None else self.updates.parameter_ids()
 
-    def before_call(self) -> None:
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
         self.wholeness.check()
-        if self.updates is not None:
-            self.updates.loop.check_forward()
+        with contextlib.nullcontext() if self.updates is None else self.updates.loop.call():
+            yield
 
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Raises StepError if an earlier forward waits for its backward, and both backwards update parameters: the first one
-        would use its gradients alone."""
-        if self.updates is None or not self.updates.before_forward(inputs):
-            return
-        if self._waiting_updates():
-            gc.collect()  # frees a loss that only a reference cycle holds
-        waiting = self._waiting_updates()
-        if waiting and waiting[-1].skipped:
-            waiting[-1].spent = True
-        elif waiting:
-            raise StepError(
-                "a second training forward was started while an earlier one still waits for its backward; with "
-                'update="backward" each backward updates the parameters. Call backward first, drop the earlier loss '
-                '(del loss), use torch.no_grad() for evaluation, or use update="step"'
-            )
-
-    def _waiting_updates(self) -> list[Frame]:
-        """Returns the forwards that wait for a backward which updates parameters, oldest first."""
-        return [frame for frame in self.frames.waiting() if fragments.updated_by(frame.compiled.step)]
+        """Lets a forward take the place of earlier ones that wait for a backward, where that would update parameters: in one
+        step, only one may."""
+        if self.updates is not None and self.updates.before_forward(inputs):
+            for frame in self.frames.waiting():
+                if fragments.updated_by(frame.compiled.step):
+                    frame.evict()
+                    frame.spent = frame.replaced = True
 
     def before_backward(self, frame: Frame, keeps: bool) -> None:
         if self.updates is not None and keeps and fragments.updated_by(frame.compiled.step):

@@ -104,8 +104,7 @@ class Session:
         if not self.differentiated and self.last is not None and BIT_EQUAL in self.last.plan.numerics:
             warnings.warn(
                 "backward was called with create_graph=True. Gradients of that forward are added up in another order than in "
-                "plain PyTorch, so that their last bits may differ; plan.numerics says so from now on. For equal bits, run a "
-                "separate forward for the gradients that you differentiate",
+                "plain PyTorch, so that their last bits may differ; plan.numerics says so from now on",
                 stacklevel=2,
             )
         self.differentiated = True

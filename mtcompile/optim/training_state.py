@@ -37,7 +37,8 @@ def training_nbytes(
 ) -> dict[str, int]:
     """Returns the current bytes of weights and optimizer state, and those of the gradients of some of the parameters,
     ``gradients``."""
-    widths = ((p, p if p.grad is None else p.grad) for p in gradients if p.requires_grad)  # accumulated ones are wider
+    # Accumulated ones are wider. What torch.func.functional_call puts in the place of a parameter has none.
+    widths = ((p, p if not p.is_leaf or p.grad is None else p.grad) for p in gradients if p.requires_grad)
     entries = [] if optimizer is None else optimizer.state.values()
     return {
         "weights": sum(p.nbytes for p in parameters),

@@ -115,8 +115,9 @@ class Wholeness:
     def _loaded(self, part: str) -> None:
         self._broken.pop(part, None)
 
-    def _model_loaded(self, *_: Any) -> None:
-        self._loaded("model")
+    def _model_loaded(self, model: nn.Module, incompatible: Any) -> None:
+        if not incompatible.missing_keys:  # as strict=False allows
+            self._loaded("model")
 
     def _state_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         self._loaded("optimizer")

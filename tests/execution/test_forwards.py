@@ -249,7 +249,7 @@ def test_an_evicted_forward_notices_changed_weights() -> None:
         (one - other).square().mean().backward()
 
 
-@pytest.mark.parametrize("calls", ["two forwards", "a retained graph", "a created graph"])
+@pytest.mark.parametrize("calls", ["two forwards", "two forwards together", "a retained graph", "a created graph"])
 def test_updates_in_the_backward_allow_one_forward_and_one_backward(calls: str) -> None:
     model = Critic()
     compiled = mtcompile.compile(
@@ -259,8 +259,9 @@ def test_updates_in_the_backward_allow_one_forward_and_one_backward(calls: str) 
     x = data().requires_grad_()
     loss = compiled(x).mean()
     with pytest.raises(mtcompile.StepError, match='with update="backward"'):
-        if calls == "two forwards":
-            compiled(data())
+        if calls.startswith("two forwards"):
+            later = compiled(data()).mean()
+            (later + loss if calls.endswith("together") else loss).backward()
         elif calls == "a retained graph":
             loss.backward(retain_graph=True)
         else:

@@ -13,7 +13,8 @@ that all code is noticed which reads, scales, clips, replaces or clears it, or f
     step()                as plain PyTorch    ends the step                  refused: it would update again
     step(closure)         step() at the end of the closure, by what that leaves
     bind(another)         binds               refused                        binds
-    load_state_dict       loads               as after step()                loads
+    load_state_dict       loads               spoils until both are loaded   loads
+    state_dict            saves               refused                        saves
 
 If gradients are cleared or replaced before ``step()``, plain PyTorch does not use them, but the backward already has. If
 weights or state are changed before ``step()``, plain PyTorch updates the changed ones, but the backward has updated the old
@@ -23,12 +24,13 @@ changes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mtcompile import torch_private
 from mtcompile.errors import StepError
@@ -51,7 +53,7 @@ class Loop:
         self._wholeness, self._check_step = wholeness, check_step
         self._used: Mapping[str, nn.Parameter] = {}  # whose gradients the last backward has used
         self._left: Versions | None = None  # of weights and state after it, if updates have ended
-        self._hidden: list[tuple[nn.Parameter, Tensor]] = []  # while the optimizer's own step runs, which finds no gradients
+        self._hidden: list[tuple[nn.Parameter, UsedGradient]] = []  # from the optimizer's own step, while it runs
         self._optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[Any] = []  # of the optimizer, that before a step first
 
@@ -69,8 +71,12 @@ class Loop:
         self._optimizer = optimizer
         after = optimizer.register_step_post_hook(weakly(self._after_step))
         torch_private.move_hook(after, last=False)  # hooks of the user's see the gradients again
-        loaded = optimizer.register_load_state_dict_post_hook(weakly(self.loaded))
-        self._hooks = [optimizer.register_step_pre_hook(weakly(self._before_step)), after, loaded]
+        self._hooks = [
+            optimizer.register_step_pre_hook(weakly(self._before_step)),
+            after,
+            optimizer.register_load_state_dict_pre_hook(weakly(self.before_loading)),
+            optimizer.register_state_dict_pre_hook(weakly(self.before_saving)),
+        ]
 
     def release(self) -> None:
         """Forgets the parameters."""
@@ -78,15 +84,28 @@ class Loop:
 
     # ------------------------------------------------------------------------------------------------- events of the model
 
-    def check_forward(self) -> None:
-        """Raises StepError between a backward and its step: in plain PyTorch, this forward sees the weights before the step."""
-        if self.stepped:
-            return
-        self._check_untouched()
-        raise StepError(
-            'the model was called between backward() and optimizer.step(); with update="backward" the backward has already '
-            'updated its weights. Call it after step(), or use update="step"'
-        )
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Surrounds a call of the model, which sees no gradients that have been used: a capture would look at them. Raises
+        StepError between a backward and its step: in plain PyTorch, this call sees the weights before the step."""
+        self._check_stepped("the model was called", 'Call it after step(), or use update="step"')
+        hidden = self._hide()
+        try:
+            yield
+        finally:
+            _show(hidden)
+
+    def before_saving(self, *_: Any) -> None:
+        """Raises StepError between a backward and its step, whose weights and state plain PyTorch would not save yet."""
+        self._check_stepped("state_dict() was called", "Call it after step()")
+
+    def _check_stepped(self, what: str, instead: str) -> None:
+        if not self.stepped:
+            self._check_untouched()
+            raise StepError(
+                f'{what} between backward() and optimizer.step(); with update="backward" the backward has already updated the '
+                f"weights. {instead}"
+            )
 
     def check_backward(self, trained: Mapping[str, nn.Parameter]) -> None:
         """Raises StepError for a backward with updates of these parameters that adds to gradients which have been used."""
@@ -126,9 +145,14 @@ class Loop:
             with torch_private.process_lock:  # state does not wait for this look at it
                 self._left = versions_of(self._optimizer)
 
-    def loaded(self, *_: Any) -> None:
-        """Notes that weights or state have been loaded: a step that was not ended is gone, gradients are not."""
-        self.stepped = True
+    def before_loading(self, *_: Any) -> None:
+        """Notes that weights or state are loaded. Between a backward and its step, the one without the other is of no step."""
+        if not self.stepped:
+            self.stepped = True
+            self._wholeness.spoil(
+                "weights or optimizer state were loaded between backward() and optimizer.step(), and the backward had already "
+                "updated both"
+            )
 
     def _check_untouched(self) -> None:
         """Raises StepError, and spoils the model, if a gradient that has been used is no longer there."""
@@ -168,6 +192,7 @@ class Loop:
     def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Lets the optimizer's own step find no gradients where the backward has used them. Raises StepError unless it is the
         step that ends the backward."""
+        self._wholeness.check()
         if not self.stepped:
             self._check_untouched()
             if not torch_private.is_last_hook(self._hooks[0]):
@@ -181,14 +206,23 @@ class Loop:
                 f"optimizer.step() was called without a backward since the last step or load, and {left[0]} still has a "
                 "gradient, which plain PyTorch would use again. Expected zero_grad() and a backward before each step"
             )
-        self._hidden = [(p, p.grad) for p in self._used.values() if isinstance(p.grad, UsedGradient)]
-        for parameter, _ in self._hidden:
-            parameter.grad = None
+        self._hidden = self._hide()
 
     def _after_step(self, *_: Any) -> None:
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
+        _show(self._hidden)
         self._hidden, self.stepped = [], True
+
+    def _hide(self) -> list[tuple[nn.Parameter, UsedGradient]]:
+        hidden = [(p, p.grad) for p in self._used.values() if isinstance(p.grad, UsedGradient)]
+        for parameter, _ in hidden:
+            parameter.grad = None
+        return hidden
+
+
+def _show(hidden: Iterable[tuple[nn.Parameter, UsedGradient]]) -> None:
+    for parameter, gradient in hidden:
+        if parameter.grad is None:
+            parameter.grad = UsedGradient(parameter, gradient.why, gradient.zeroed)  # it may have moved to another device
 
 
 def check_others(trained: Mapping[str, nn.Parameter], known: Collection[int], node: Any) -> None:

@@ -61,7 +61,8 @@ class UpdatesInBackward:
         self._backward: Backward | None = None
         self._ended: Backward | None = None
         self._threads = torch.get_num_threads()
-        model.register_load_state_dict_post_hook(weakly(self.loop.loaded))
+        model.register_load_state_dict_pre_hook(weakly(self.loop.before_loading))
+        model.register_state_dict_pre_hook(weakly(self.loop.before_saving))
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Update through this optimizer from now on. Raises as ``check_optimizer``, and as ``Loop.bind``."""

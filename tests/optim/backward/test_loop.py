@@ -43,7 +43,7 @@ class Loop:
         self.optimizer.load_state_dict(self.start[1])
         self.model.zero_grad()
         self.model.requires_grad_(True)
-        self.count, self.stepped = 0, True
+        self.count, self.stepped, self.kept = 0, True, torch.zeros(())
         for hook in self.hooks:
             hook.remove()
         self.seen: list[Tensor] = []
@@ -148,6 +148,19 @@ def change_state(loop: Loop) -> None:
         state["exp_avg"].mul_(0.5)
 
 
+def load_one(loop: Loop, which: int) -> None:
+    (loop.model, loop.optimizer)[which].load_state_dict(loop.start[which])
+
+
+def save(loop: Loop) -> None:
+    weights, rows = loop.model.state_dict(), sorted(loop.optimizer.state_dict()["state"].items())
+    loop.seen += [value.clone() for value in (*weights.values(), *(v for _, row in rows for v in row.values()))]
+
+
+def skip(loop: Loop) -> None:
+    loop.kept = loop.loss()  # without a backward
+
+
 def add_up(loop: Loop) -> None:
     loop.first.square().sum().backward()
 
@@ -208,6 +221,12 @@ EVENTS: dict[str, Callable[[Loop], Any]] = {
     "change the rate": change_rate,
     "evaluate": evaluate,
     "load": load,
+    "load the model": lambda loop: load_one(loop, 0),
+    "load the optimizer": lambda loop: load_one(loop, 1),
+    "save": save,
+    "skip": skip,
+    "train with the one skipped": lambda loop: train(loop, lambda: loop.loss() + loop.kept),
+    "train at another size": lambda loop: train(loop, lambda: loop.model(loop.batch()[:5]).square().mean()),
     "change weights": change_weights,
     "change state": change_state,
     "clear state": clear_state,
@@ -254,6 +273,8 @@ def test_what_people_write_runs(loops: tuple[Loop, Loop]) -> None:
         ("hook that looks on", *usual * 2),
         ("zero_grad", "train", "step") * 2,
         ("train", "step", "zeros") * 2,
+        ("skip", *usual, "skip", "skip", *usual, "save"),
+        ("train", "step", "evaluate", "zero_grad", "train at another size", "step", "save"),
         ("train", "step", "zeros by hand") * 2,
         ("step(closure)",) * 3,
         ("train", "step(closure without a backward)", "zero_grad") * 2,
