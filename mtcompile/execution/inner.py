@@ -243,7 +243,7 @@ class _PlainRun:
         description = replace(description, graph=_cut(description.graph, inner.values()))
         self._device = str(description.device)
         self._plain = PlainGraph(_peak_nbytes(description, len(inner)) + copied_nbytes(frame))
-        session.make_room_for(self._plain, "the gradient of an inner output of forward was asked for. That")
+        session.make_room_for(self._plain, "a backward that is asked for the gradient of an inner output of forward")
         self._inputs = [
             tensor.detach().requires_grad_(given.requires_grad)
             for given, tensor in zip(frame.inputs, inputs_before(frame), strict=True)
