@@ -36,7 +36,7 @@ def differentiable_gradients(
         )
     check_versions(frame, description, again=True)
     plain = PlainGraph(_peak_nbytes(description, tangents, wanted) + copied_nbytes(frame))
-    session.make_room_for(plain, "backward was called with create_graph=True, which")
+    session.make_room_for(plain, "a backward with create_graph=True")
     inputs = [tensor.to(description.device) for tensor in inputs_before(frame)]
     device = str(description.device)
     # What is saved holds ``plain``, which so lives until the last saved value is freed.
