@@ -104,6 +104,7 @@ def trained_with_buffers(plain: nn.Module, inputs: Any) -> nn.Module:
 def agreement(rank: int, ours: Any, steps: Any) -> list[str]:
     """Errors of one rank, which all ranks raise before anything changes; then they go on."""
     ids, labels = steps[0][rank]
+    ours.zero_grad()
     before = {name: value.clone() for name, value in ours.state_dict().items()}
     errors = []
     loss = ours(ids, labels)
