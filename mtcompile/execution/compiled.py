@@ -228,7 +228,9 @@ class Frame:
         return sum(b.nbytes for b in buffers if b.returned and b.role == "output")
 
     def evict(self) -> None:
-        """Frees what the forward saved; the backward will run the forward again."""
+        """Frees what the forward saved, unless that is gone; the backward will run the forward again."""
+        if self.evicted:
+            return
         self.memory.let_go()
         self.memory.live = self.outputs_nbytes
         self.memory.leave()
@@ -284,8 +286,7 @@ class LiveFrames:
     def evict(self) -> None:
         """Evicts all frames that wait, to make room for another one."""
         for frame in self.waiting():
-            if not frame.evicted:
-                frame.evict()
+            frame.evict()
 
     def learn(self) -> None:
         """Notes that an evicted forward was needed after all."""

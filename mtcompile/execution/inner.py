@@ -106,8 +106,7 @@ class InnerOutputs:
         look = self._looks[torch_private.current_backward()]
         assert look is not None
         frame.spent = True
-        if not frame.evicted:
-            frame.evict()
+        frame.evict()
         return look.run.gradients(dict(enumerate(tangents)), wanted)
 
     def _look(self, step: Any) -> _Look | None:
