@@ -193,15 +193,23 @@ def _compared(program: Program, text: str, reference: Ran, ours: Ran) -> Verdict
         isinstance(error, (ValueError, TypeError)) and _raised_in_ours(error)
     )
     words = f"{type(error).__name__} at `{where}`: {error}"
-    if raised and reference.see.now == ended and not refused:
+    if raised and reference.see.now <= ended and not refused:  # of what plain PyTorch refuses, the compiled model may run more
         return Verdict(BOTH_RAISE, _first_line(error))
     if not refused or _JARGON.search(str(error)):
         return Verdict(INTERNAL, words, _general(f"{type(error).__name__}: {_first_line(error)}"))
-    different = _difference(reference.see, ours.see, ended) or _state_after(program, text, ours)
+    different = _difference(reference.see, ours.see, _shown(program, ended, error)) or _state_after(program, text, ours)
     if different is not None:
         cause = f"{different.cause} after a refusal"
         return Verdict(DIFFERENT, f"{different.says}\n  after {words}", cause, different.labels)
     return Verdict(REFUSED, words, _general(_first_line(error)))
+
+
+def _shown(program: Program, ended: int, error: BaseException) -> int:
+    """The statement before which what a refused program has shown must be plain PyTorch's: the refused one or, if it is the
+    first that notices a change after a backward with updates, the one behind that backward: weights have been updated there."""
+    if "that backward had already made the step" not in str(error):
+        return ended
+    return max(number for number in range(ended) if ".backward(" in statement(program, number)) + 1
 
 
 def _difference(reference: See, ours: See, ended: int | None) -> Verdict | None:
@@ -220,6 +228,8 @@ def _state_after(program: Program, text: str, ours: Ran) -> Verdict | None:
     with updates in the backward, weights and optimizer state may also be those after the update, as a step would leave them."""
     ended, error = ours.see.now, ours.error
     if program.reference is not None or "model" not in ours.variables or _LOAD_AGAIN.search(str(error)):
+        return None
+    if any(event.kind == "new_optimizer" for event in program.events):  # the backward has used the one that was bound before
         return None
     if "closure" in statement(program, ended):  # forwards, backwards and steps in one statement
         return None
@@ -248,7 +258,11 @@ def _state(variables: dict[str, Any]) -> dict[str, Any]:
     if optimizer is None:
         return {}
     state = {"weights": dict(model.named_parameters()), "buffers": dict(model.named_buffers())}
-    copied: dict[str, Any] = _copied(state | {"optimizer": optimizer.state_dict()})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    # Not by state_dict(), which is refused between a backward with updates and its step.
+    of_optimizer = {"state": {i: optimizer.state.get(p, {}) for i, p in enumerate(parameters)}, "groups": options}
+    copied: dict[str, Any] = _copied(state | {"optimizer": of_optimizer})
     return copied
 
 

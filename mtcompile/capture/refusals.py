@@ -67,13 +67,13 @@ class NotOneGraph(CaptureError):
 
 def place_in(text: str) -> str:
     """The last line of the user's own code that a report or a traceback in ``text`` names, as a sentence's end; "" for none."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(\S[^\n]*)', text)
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)(?:\n[ \t]+(?!File ")(\S[^\n]*))?', text)
     frames = [frame for frame in frames if "/torch/" not in frame[0] and "/mtcompile/" not in frame[0]]
     if not frames:
         return ""
     file, line, function, code = frames[-1]
     function = re.sub(_RESUMED, r"\1", function)
-    return f"\n  at {file}:{line} in {function}: {code}"
+    return f"\n  at {file}:{line} in {function}" + (code and f": {code}")
 
 
 def place_of(nodes: Iterable[fx.Node]) -> str:

@@ -210,3 +210,5 @@ def test_the_users_line_is_the_last_that_is_not_of_a_library() -> None:
     assert place_in(report) == "\n  at /home/me/model.py:7 in forward: y = x.item()"
     assert "not among them" in str(not_captured(ValueError("not among them")))
     assert place_in("no line") == ""
+    without_source = 'from user code:\n   File "<string>", line 9, in forward\n\nSet TORCHDYNAMO_VERBOSE=1 for the rest'
+    assert place_in(without_source) == "\n  at <string>:9 in forward"
