@@ -99,6 +99,7 @@ def front_end(
     torch_private.leaving_out_absent_gradients()
     torch_private.tracing_wide_grouped_products()
     torch_private.tracing_limits_of_deques()
+    torch_private.keeping_later_attributes()
     torch_private.without_reports_of_failures()
     methods = TracedMethods()
 

@@ -382,6 +382,26 @@ def tracing_limits_of_deques() -> None:
     reading.wrap_listlike, writing.codegen_update_mutated = wrap_listlike, codegen_update_mutated
 
 
+# ------------------------------------------------------------------------------------------- attributes of an nn.Module
+
+
+@functools.cache
+def keeping_later_attributes() -> None:
+    """Lets Dynamo keep what a forward assigns to attributes of a module after a hook of an intermediate value or a
+    ``torch.cond``: it goes on with a copy of its list of changes there, but what stands for ``__dict__`` keeps the first one
+    (seen in torch 2.13)."""
+    from torch._dynamo.variables import dicts
+
+    proxy: Any = getattr(dicts, "SideEffectsProxyDict", None)
+    if proxy is None:
+        return
+
+    def current(variable: Any) -> Any:
+        return variable.mt_first_list.output_graph_weakref().side_effects
+
+    proxy.side_effects = property(current, lambda variable, first: setattr(variable, "mt_first_list", first))
+
+
 # ----------------------------------------------------------------------------------------------------------- checkpoints
 
 _NEEDS_GRAD = "mt_argument_needs_grad"  # in the meta of a checkpoint's node: an argument of the user's call requires grad

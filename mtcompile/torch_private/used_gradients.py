@@ -40,7 +40,9 @@ class UsedGradient(torch.Tensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__":
-            name = func.__self__.__name__  # type: ignore[attr-defined]
+            attribute: Any = func.__self__  # type: ignore[attr-defined]
+            # The property that stands for ``.data`` (see data_writes.py) has no name, as all properties before Python 3.13.
+            name = "data" if attribute is torch.Tensor.data else getattr(attribute, "__name__", "")
         used = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, UsedGradient)]
         if name in _ZEROING:
             for gradient in used:

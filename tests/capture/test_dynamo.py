@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 import mtcompile
 from mtcompile import torch_private
@@ -199,3 +199,26 @@ def test_hidden_states_and_attentions_of_transformers_part_nothing() -> None:
         (out.loss + sum(hidden.square().mean() for hidden in out.hidden_states)).backward()
         seen.append([out.loss, *out.hidden_states, *out.attentions, *(p.grad for p in model.parameters())])
     assert all(map(torch.equal, *seen))
+
+
+def test_attributes_that_a_forward_assigns_around_a_hook_are_all_kept() -> None:
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            self.before = h.detach() + 1
+            h.register_hook(lambda gradient: gradient * 0.5)
+            self.after = x * 3
+            return h.square().mean()
+
+    torch.manual_seed(0)
+    plain = Noting()
+    ours = mtcompile.compile(copy.deepcopy(plain), memory="1MiB", device="cpu")
+    x = torch.randn(2, 4)
+    for model in (plain, ours):
+        model(x).backward()
+    assert torch.equal(plain.before, ours.before) and torch.equal(plain.after, ours.after)
+    assert torch.equal(plain.linear.weight.grad, ours.linear.weight.grad)

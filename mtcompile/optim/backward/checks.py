@@ -47,6 +47,11 @@ def check_memory(inputs: Mapping[str, Tensor], updated: Set[str]) -> None:
             shared += [sorted((name, other), key=order.__getitem__) for _, other in before if {name, other} & updated]
             before.append((start + nbytes, name))
     for name, other in sorted(shared, key=lambda pair: order[pair[0]])[:1]:
+        if inputs[name] is inputs[other]:
+            raise StepError(
+                f'{name} and {other} have become one Parameter; with update="backward", tie weights before mtcompile.compile, '
+                'or use update="step"'
+            )
         raise StepError(
             f'{name} and {other} share memory; with update="backward" one may be read while the other is updated. '
             'Use one Parameter for both, or update="step"'

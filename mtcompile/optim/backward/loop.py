@@ -115,9 +115,12 @@ class Loop:
                 'a second backward before optimizer.step(): with update="backward" the first one has updated the parameters. '
                 "Call optimizer.step() after each backward; to add up gradients, pass accumulate=k to compile"
             )
+        followed = (
+            set() if self._optimizer is None else {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        )
         for name, parameter in self._used.items():
-            if not isinstance(gradient := parameter.grad, UsedGradient):
-                continue
+            if not isinstance(gradient := parameter.grad, UsedGradient) or id(parameter) not in followed:
+                continue  # of a module that has been replaced, with its optimizer
             if not gradient.zeroed:
                 raise StepError(
                     f"{name} still has the gradient of the step before, to which plain PyTorch would add; expected "

@@ -320,3 +320,27 @@ def test_state_is_whole_for_whoever_looks_at_it_while_updates_run_on() -> None:
             plain.optimizer.state[p]["exp_avg"].mul_(0.5)
             ours.optimizer.state[q]["exp_avg"].mul_(0.5)
     assert plain.same(ours) and copy.deepcopy(ours.optimizer).state_dict()["state"].keys() == {0, 1, 2, 3}
+
+
+def test_a_head_that_is_replaced_between_steps_leaves_nothing_behind() -> None:
+    weights = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if ours:
+            mtcompile.compile(model, optimizer=optimizer, update="backward", memory="1MiB", device="cpu")
+        model(torch.ones(3, WIDTH)).square().mean().backward()
+        optimizer.step()
+        model[1] = nn.Linear(WIDTH, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if ours:
+            model.bind(optimizer)  # type: ignore[operator]
+        model[0].zero_grad()
+        model(torch.ones(3, WIDTH)).square().mean().backward()
+        if ours:
+            with pytest.raises(StepError, match="has used this gradient"):
+                model[0].weight.grad.data.mul_(0.5)
+        optimizer.step()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *weights))
