@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -44,6 +45,9 @@ USED = (
 )
 
 
+_FOLLOWED: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Loop]] = weakref.WeakKeyDictionary()
+
+
 class Loop:
     """The state of the loop around one model. ``check_step``: raises StepError unless the optimizer's options are those that
     the last backward has used. ``stepped``: False from a backward with updates to the ``step()`` that ends it."""
@@ -58,9 +62,17 @@ class Loop:
         self._hooks: list[Any] = []  # of the optimizer, that before a step first
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Follows this optimizer from now on. Raises StepError between a backward and its step."""
+        """Follows this optimizer from now on. Raises StepError between a backward and its step, and for an optimizer that
+        another model's loop follows."""
         if optimizer is self._optimizer:
             return
+        other = following() if (following := _FOLLOWED.get(optimizer)) is not None else None
+        if other is not None and other._optimizer is optimizer:
+            raise StepError(
+                'expected an optimizer of one model with update="backward", found that of another compiled model, too: one '
+                "step() cannot end the backwards of both. Give each model an optimizer of its own, compile a module that holds "
+                'both, or use update="step"'
+            )
         if not self.stepped:
             raise StepError(
                 "another optimizer was bound between backward() and optimizer.step(); the optimizer that this backward has "
@@ -68,7 +80,7 @@ class Loop:
             )
         for hook in self._hooks:
             hook.remove()
-        self._optimizer = optimizer
+        self._optimizer, _FOLLOWED[optimizer] = optimizer, weakref.ref(self)
         after = optimizer.register_step_post_hook(weakly(self._after_step))
         torch_private.move_hook(after, last=False)  # hooks of the user's see the gradients again
         self._hooks = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -33,9 +34,7 @@ class Loop:
         self.hooks: list[Any] = []
         self.start = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         if update is not None:
-            mtcompile.compile(
-                self.model, optimizer=self.optimizer, update=update, memory="1MiB", device="cpu", **options
-            )
+            mtcompile.compile(self.model, optimizer=self.optimizer, update=update, memory="1MiB", device="cpu", **options)
         self.restart()
 
     def restart(self) -> None:
@@ -344,3 +343,15 @@ def test_a_head_that_is_replaced_between_steps_leaves_nothing_behind() -> None:
         optimizer.step()
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *weights))
+
+
+def test_an_optimizer_of_two_models_is_refused() -> None:
+    models = [nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    options: dict[str, Any] = {"optimizer": optimizer, "update": "backward", "memory": "1MiB", "device": "cpu"}
+    mtcompile.compile(models[0], **options)
+    with pytest.raises(StepError, match="found that of another compiled model"):
+        mtcompile.compile(models[1], **options)
+    del models[0]
+    gc.collect()
+    mtcompile.compile(models[0], **options)
