@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 Choice = Literal["device", "host", "disk", "save", "keep", "recompute", "again", "early", "late"]
-Kind = Literal["params", "variant", "activation", "fetch", "return", "gradients", "load"]
+Kind = Literal["params", "fetch", "return", "gradients", "variant", "activation", "load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Decision:
     subject: str
     choice: Choice
     nbytes: int
-    reason: str
+    reason: str = ""
     values: tuple[str, ...] = ()
 
 
