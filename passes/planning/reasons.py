@@ -18,7 +18,7 @@ from torch import fx
 from mtcompile.passes.analysis.cost import kernel_us
 from mtcompile.passes.analysis.names import value_names
 from mtcompile.passes.analysis.saved import crossing_values, saved_values
-from mtcompile.passes.analysis.state import held_nbytes, param_nbytes, trained_nbytes
+from mtcompile.passes.analysis.state import held_nbytes, trained_nbytes
 from mtcompile.passes.lower import update_cost
 from mtcompile.passes.plan import Decision, Kind, Plan, Updates
 from mtcompile.passes.planning.linear.needs import needs_of
@@ -87,7 +87,7 @@ class Reasons:
 
     def _home(self, d: Decision) -> str:
         home, plan, budgets = d.subject, self.plan, self.problem.budgets
-        held, trained = self.held[home], self.trained[home]
+        held, trained = self.held.get(home, 0), self.trained.get(home, 0)  # nothing of it may be in this step
         updates = budgets.updates or Updates(budgets.state_copies)
         _, update_us = update_cost(updates, self.machine, "host", trained, trained if d.choice == "disk" else 0)
         if d.choice == "device":
@@ -135,8 +135,10 @@ class Reasons:
 
     def _crossing(self) -> tuple[dict[str, dict[Phase, float]], dict[str, float]]:
         """Returns the µs of the copies of each home, were it on the host: to the device, by phase, and of gradients."""
-        fetched = {home: dict.fromkeys(PHASES, 0.0) for home in param_nbytes(self.problem.step)}
-        stored = dict.fromkeys(fetched, 0.0)
+        fetched, stored = (
+            defaultdict[str, dict[Phase, float]](lambda: dict.fromkeys(PHASES, 0.0)),
+            defaultdict[str, float](float),
+        )
         for region, needs in needs_of(self.problem.step).items():
             for home, nbytes in needs.read.items():
                 wider = 0 if self.plan.narrow and home not in self.plan.wide else needs.wider.get(home, 0)
