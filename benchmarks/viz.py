@@ -89,14 +89,14 @@ def interactions(path: Path) -> list[dict[str, Any]]:
 
 def size_of_7b(folder: Path) -> dict[str, Any]:
     import mtcompile
-    from mtcompile.report.live_timeline import names_of
+    from mtcompile.passes.analysis.names import value_names
 
     options: dict[str, Any] = {"precision": "bf16-master32", "update": "backward", "machine": "rtx3090"}
     planned = mtcompile.plan("qwen2.5-7b", batch=2, seq=4096, **options).planned
     assert planned is not None
     began = time.perf_counter()
     measured = Trace(simulate(planned.schedule).records, "measured")  # as many records as a step leaves, and more
-    names = names_of(planned.schedule, planned.step)
+    names = value_names(planned.step)
     path = write(planned.schedule, folder / "7b.html", measured=measured, plan=planned.plan, names=names)
     seconds = time.perf_counter() - began
     return {"shape": "qwen2.5-7b", "instructions": len(planned.schedule), "nbytes": path.stat().st_size, "write_s": seconds}

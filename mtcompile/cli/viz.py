@@ -49,8 +49,8 @@ def dumped(path: str) -> Schedule | None:
 
 def _planned(model: str, options: StepOptions, force: bool) -> tuple[Schedule, dict[str, Any]]:
     """Plans a model's step. Returns its schedule and what the page says about it."""
-    from mtcompile.report.live_timeline import names_of
+    from mtcompile.passes.analysis.names import value_names
 
     forecast, planned = fitting_forecast(model, options, force, hint="nothing to show; --force shows the leanest plan")
     title = f"{forecast.model} on {forecast.machine}"
-    return planned.schedule, {"plan": planned.plan, "title": title, "names": names_of(planned.schedule, planned.step)}
+    return planned.schedule, {"plan": planned.plan, "title": title, "names": value_names(planned.step)}

@@ -135,7 +135,7 @@ def _plan(problem: PlanningProblem, progress: Progress) -> Plan:
     if budgets.disk is None:
         candidates = QuickCandidates(problem, progress, search_store(problem))
         if candidates.bound_us(budgets.device, budgets.host) == inf and (least := candidates.leanest()) is not None:
-            raise shortfall(least, "host")
+            raise shortfall(least, "host", problem.step)
         return fastest(candidates, budgets.device, budgets.host).plan
 
     def find(fixed: PlanningProblem) -> Solved:
@@ -143,7 +143,7 @@ def _plan(problem: PlanningProblem, progress: Progress) -> Plan:
         if candidate is None:
             raise DoesNotFit("device", 0, ())
         if not fits(candidate.plan, fixed.budgets):
-            raise shortfall(candidate, "host")
+            raise shortfall(candidate, "host", problem.step)
         return fixed, completed(fixed, candidate, candidate.plan.peak_bytes["device"], None)
 
     return within_disk(problem, find)[1].plan

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from mtcompile.passes.analysis.names import value_names
 from mtcompile.passes.analysis.saved import crossing_values, saved_values
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.step_graph import regions, results
 from mtcompile.runtime.schedule import listed
-
-_WHY = "asked for"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +58,10 @@ def _others(
     homes: tuple[Choice, ...] = ("device", "host")
     for tier in homes:
         if any(plan.params(block) != tier for block in blocks["params"]):
-            homes_there = (Decision("params", block, tier, sizes[block], _WHY) for block in blocks["params"])
+            homes_there = (Decision("params", block, tier, sizes[block]) for block in blocks["params"])
             what = f"parameters, gradients and optimizer state of {listed(blocks['params'], 2)} on the {tier}"
             yield "params", what, _with(plan, homes_there)
-    names = problem.step.meta["blocks"]
+    names, called = problem.step.meta["blocks"], value_names(problem.step)
     forward = [r for r in regions(problem.step) if r.meta["phase"] == "forward"]
     ours = [(names[r.meta["block"]], saved_values(r)) for r in forward if names[r.meta["block"]] in blocks["variant"]]
     for tier in tiers:
@@ -80,11 +79,11 @@ def _others(
     waiting_values = [v for v in waiting_values if v not in {s for _, saved in ours for s in saved} or _keeps(plan, ours, v)]
     for tier in tiers:
         if any(plan.activation(v.name) != tier for v in waiting_values):
-            what = f"{listed((v.name for v in waiting_values), 2)} waiting on the {tier}"
+            what = f"{listed((called[v.name] for v in waiting_values), 2)} waiting on the {tier}"
             yield "activation", what, _waiting(plan, waiting_values, tier)
     between = [v for r in forward for v in crossing_values(r) if v in waiting_values and plan.activation(v.name) != "recompute"]
     if between:
-        what = f"{listed((v.name for v in between), 2)} recomputed by running their regions once more"
+        what = f"{listed((called[v.name] for v in between), 2)} recomputed by running their regions once more"
         yield "activation", what, _waiting(plan, between, "recompute")
 
 
@@ -94,7 +93,7 @@ def _keeps(plan: Plan, ours: Iterable[tuple[str, list[fx.Node]]], value: fx.Node
 
 def _variant(block: str, choice: Choice, saved: Sequence[fx.Node]) -> Decision:
     nbytes = sum(v.meta["nbytes"] for v in saved) if choice == "save" else 0
-    return Decision("variant", block, choice, nbytes, _WHY)
+    return Decision("variant", block, choice, nbytes)
 
 
 def _with(plan: Plan, decisions: Iterable[Decision]) -> Plan:
@@ -104,4 +103,4 @@ def _with(plan: Plan, decisions: Iterable[Decision]) -> Plan:
 
 
 def _waiting(plan: Plan, values: Iterable[fx.Node], tier: Choice) -> Plan:
-    return _with(plan, (Decision("activation", v.name, tier, v.meta["nbytes"], _WHY) for v in values))
+    return _with(plan, (Decision("activation", v.name, tier, v.meta["nbytes"]) for v in values))

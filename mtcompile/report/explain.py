@@ -16,17 +16,17 @@ from torch import fx, nn
 from mtcompile.errors import StepError
 from mtcompile.execution.calibration import TimedPhase
 from mtcompile.execution.compiled import CompiledStep
+from mtcompile.passes.analysis.names import value_names
 from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
+from mtcompile.passes.planning.reasons import Reasons
 from mtcompile.passes.step_graph import calls, inputs_of, outputs_of, recomputes, regions, results
 from mtcompile.report.alternatives import alternatives
 from mtcompile.report.compare import compare
 from mtcompile.report.explanation import Explanation, Life, Value
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Trace, moments, shifted, span_us, takes_time
-
-FLOOR = "nothing else was decided: what needs least device memory"
 
 
 def explain(
@@ -37,7 +37,7 @@ def explain(
     ``measured``: a step as it ran; ``unmeasured``: why there is none. Raises ValueError, with the names that come close, if
     nothing has this name.
     """
-    described = _described(planned, problem)
+    described = _described(planned, problem, predicted := simulate(planned.schedule))
     values = tuple(value for value in described if _names(name, value))
     if not values:
         raise ValueError(_unknown(name, described, problem.step.meta["blocks"]))
@@ -45,7 +45,6 @@ def explain(
     buffers = {life.buffer for value in values for life in value.lives}
     here = frozenset(i for i, ins in enumerate(schedule.instructions) if buffers & {*ins.reads, *ins.writes})
     exact, others = alternatives(planned, problem, [d for value in values for d in value.why], [v.value for v in values])
-    predicted = simulate(schedule)
     return Explanation(
         name,
         plan.total_us,
@@ -99,11 +98,12 @@ def last_step(program: CompiledStep, timed: Iterable[TimedPhase]) -> Trace | Non
 # --------------------------------------------------------------------------------------------------------------- values
 
 
-def _described(planned: Planned, problem: PlanningProblem) -> list[Value]:
+def _described(planned: Planned, problem: PlanningProblem, predicted: Trace) -> list[Value]:
     """Describes every value of the captured step, in order: what exists before it, then what its regions make."""
-    step, plan = problem.step, planned.plan
+    step, plan, names = problem.step, planned.plan, value_names(problem.step)
+    reasons = Reasons(problem, plan, planned.step, planned.schedule, predicted)
     blocks, homes = step.meta["blocks"], step.meta["homes"]
-    lives = _lives(planned)
+    lives = _lives(planned, predicted)
     recomputing: dict[int, list[str]] = {}  # forward block -> the calls that compute something of it again
     for call in calls(planned.step):
         for index in recomputes(call):
@@ -119,42 +119,41 @@ def _described(planned: Planned, problem: PlanningProblem) -> list[Value]:
 
     for spec, node in inputs_of(step):
         home = homes.get(spec.name, "") if spec.role == "param" else ""
-        add(node, spec.name, home, (_params(plan, home, node.meta["nbytes"]),) if home else ())
+        add(node, spec.name, home, (_params(plan, home, node.meta["nbytes"], reasons),) if home else ())
     for region in regions(step):
         block, saved = blocks[region.meta["block"]], saved_values(region)
         for item in results(region):
             if item in gradients:
                 home = homes.get(gradients[item], "")
-                decided = (_params(plan, home, item.meta["nbytes"]),) if home else ()
+                decided = (_params(plan, home, item.meta["nbytes"], reasons),) if home else ()
                 add(item, f"{gradients[item]}.grad", home or block, decided)
             else:
                 dropped = item in saved and not plan.keeps(block, item.name)
                 recomputed = dropped or plan.activation(item.name) == "recompute"
                 inside = recomputing.get(region.meta["block"], ()) if recomputed and item.meta["role"] == "activation" else ()
-                add(item, item.name, block, _of_result(plan, block, item, item in saved), inside)
+                add(item, names[item.name], block, _of_result(plan, block, item, item in saved, reasons), inside)
     return values
 
 
-def _params(plan: Plan, block: str, nbytes: int) -> Decision:
-    return plan.find("params", block) or Decision("params", block, plan.params(block), nbytes, FLOOR)
+def _params(plan: Plan, block: str, nbytes: int, reasons: Reasons) -> Decision:
+    return plan.find("params", block) or reasons.given(Decision("params", block, plan.params(block), nbytes))
 
 
-def _of_result(plan: Plan, block: str, item: fx.Node, saved: bool) -> tuple[Decision, ...]:
+def _of_result(plan: Plan, block: str, item: fx.Node, saved: bool, reasons: Reasons) -> tuple[Decision, ...]:
     if item.meta["role"] != "activation":
         return ()
     decisions, nbytes = [], item.meta["nbytes"]
     if saved:
-        decisions.append(plan.find("variant", block) or Decision("variant", block, "recompute", nbytes, FLOOR))
+        decisions.append(plan.find("variant", block) or reasons.given(Decision("variant", block, "recompute", nbytes)))
     if not saved or plan.keeps(block, item.name):
         waits = plan.find("activation", item.name) or plan.find("activation", "*")
-        decisions.append(waits or Decision("activation", item.name, plan.activation(item.name), nbytes, FLOOR))
+        decisions.append(waits or reasons.given(Decision("activation", item.name, plan.activation(item.name), nbytes)))
     return tuple(decisions)
 
 
-def _lives(planned: Planned) -> dict[str, list[Life]]:
+def _lives(planned: Planned, predicted: Trace) -> dict[str, list[Life]]:
     """Returns captured value -> its copies, in the order in which they begin in the predicted step."""
     schedule = planned.schedule
-    predicted = simulate(schedule)
     when, end = moments(schedule, predicted), span_us(predicted)
     writer: dict[str, int] = {}
     free: dict[str, int] = {}

@@ -15,8 +15,8 @@ from torch import fx
 
 from mtcompile import knobs
 from mtcompile.execution.compiled import CompiledStep
+from mtcompile.passes.analysis.names import value_names
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.step_graph import inputs_of, outputs_of
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.trace import Trace
 from mtcompile.viz.notebook import timeline
@@ -63,7 +63,7 @@ def viewable(
 ) -> Viewable:
     """Returns a schedule that can be shown. ``step``: the step graph it was lowered from, which has the user's names."""
     parts = {name: getattr(schedule, name) for name in _OF_SCHEDULE}
-    return Viewable(**parts, measured=measured, plan=plan, title=title, names=names_of(schedule, step))
+    return Viewable(**parts, measured=measured, plan=plan, title=title, names=value_names(step))
 
 
 def view(program: CompiledStep, measured: Trace | None, title: str) -> Viewable:
@@ -71,16 +71,6 @@ def view(program: CompiledStep, measured: Trace | None, title: str) -> Viewable:
     others. ``measured``: its last step."""
     heading = f"{' on '.join(filter(None, (title, program.problem.machine.name)))} ({program.signature})"
     return viewable(program.schedule, program.step, program.plan, measured, heading)
-
-
-def names_of(schedule: Schedule, step: fx.GraphModule) -> dict[str, str]:
-    """Returns value -> the user's name for it: parameters, buffers and inputs, and gradients and new versions of them."""
-    names = {node.name: spec.name for spec, node in inputs_of(step)}
-    words = {"grad": "gradient of ", "mutation": "new ", "update": "updated ", "output": "output "}
-    for spec, node in outputs_of(step):
-        if node.name in schedule.buffers:
-            names.setdefault(schedule.buffers[node.name].value, f"{words[spec.kind]}{spec.name}")
-    return names
 
 
 class Pages:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from rich.console import Group
 from rich.table import Table
 
-from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.plan import Plan, alike
 from mtcompile.runtime.schedule import Schedule, gib, listed
 from mtcompile.runtime.trace import time_of
 
@@ -27,14 +25,6 @@ def parts(schedule: Schedule) -> dict[str, dict[str, int]]:
         state, slots = schedule.resident_nbytes.get(tier, 0), schedule.arena_nbytes.get(tier, 0)
         shares[tier] = {"training state": state, "slots of copies": slots, "values and workspace": peak - state - slots}
     return shares
-
-
-def groups(plan: Plan) -> Iterator[tuple[str, str, str, list[Decision]]]:
-    """Yields (kind, choice, reason, the decisions alike in these)."""
-    alike: dict[tuple[str, str, str], list[Decision]] = {}
-    for decision in plan.decisions:
-        alike.setdefault((decision.kind, decision.choice, decision.reason), []).append(decision)
-    yield from ((*key, decisions) for key, decisions in alike.items())
 
 
 def _tiers(schedule: Schedule) -> Table:
@@ -58,9 +48,9 @@ def _bar(nbytes: int, whole: int) -> str:
 
 def _decisions(plan: Plan) -> Table:
     table = Table("kind", "choice", "of", "bytes", "because", title="decisions")
-    for kind, choice, reason, alike in groups(plan):
-        subjects = listed((d.subject for d in alike), _SUBJECTS_SHOWN)
-        table.add_row(kind, choice, subjects, gib(sum(d.nbytes for d in alike)), reason)
+    for same in alike(plan.decisions, plan.names):
+        first, subjects = same.decisions[0], listed(same.subjects, _SUBJECTS_SHOWN)
+        table.add_row(first.kind, first.choice, subjects, gib(sum(d.nbytes for d in same.decisions)), same.reason)
     return table
 
 

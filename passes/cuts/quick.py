@@ -37,7 +37,7 @@ class QuickCandidates(Candidates):
         """Does as ``Candidates.best``, but refuses a large step without a search, which takes long, where its linear program
         shows that no plan fits, or its leanest plans do not. Those say how many bytes are missing."""
         if known is None and device is not None and self._is_hopeless(device):
-            raise shortfall(self._keeping_least, "device")
+            raise shortfall(self._keeping_least, "device", self.problem.step)
         planned = super().best(device, host, known)
         return planned if device is None or host is not None or known is not None else self._or_climbed(planned, device)
 

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 Choice = Literal["device", "host", "disk", "save", "keep", "recompute", "again", "early", "late"]
-Kind = Literal["params", "variant", "activation", "fetch", "return", "gradients", "load"]
+Kind = Literal["params", "fetch", "return", "gradients", "variant", "activation", "load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class Decision:
     block's parameters are fetched for the backward no sooner than they are read: late; as far ahead as all others: early) or
     ``gradients`` (those of a block that go home leave the device before the next region, which waits for that: early; as
     much later as fetches are ahead: late) or ``load`` (a value comes back from the host for the backward no sooner than it is
-    read: late; as far ahead as all others: early).
+    read: late; as far ahead as all others: early). ``reason``: empty until a plan is chosen (``planning/reasons``).
     """
 
     kind: Kind
     subject: str
     choice: Choice
     nbytes: int
-    reason: str
+    reason: str = ""
     values: tuple[str, ...] = ()
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mtcompile.passes.plan.decisions import Choice, Decision, Decisions, Kind
+from mtcompile.passes.plan.listing import alike
 from mtcompile.runtime.schedule import changed, gib
 
 FORMAT = "mtcompile-plan-2"
@@ -96,7 +97,8 @@ class Plan:
     ``parts``: the home blocks of which each of several hosts has a part of the weights; they are gathered before each fetch.
     ``fetched``: parameters that a step fetches, in so many ``copies``: neighbours at home cross together. ``all_resident``: the
     step was lowered, computes nothing again, and moves nothing but what it is given and what buffers become.
-    ``notes``: what else a reader should know, such as how kernels were measured. ``numerics``: the contract in words."""
+    ``notes``: what else a reader should know, such as how kernels were measured. ``names``: of values that decisions are about,
+    for a reader. ``numerics``: the contract in words."""
 
     decisions: Decisions = field(default_factory=Decisions)
     lookahead: int = 0
@@ -126,6 +128,7 @@ class Plan:
     all_resident: bool = False
     parts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if type(self.decisions) is not Decisions:
@@ -239,15 +242,12 @@ class Plan:
             lines.append("  weights: each host has a part, and gathers the others before each fetch")
         lines.append(f"  numerics: {self.numerics}")
         lines += [f"  note: {note}" for note in self.notes]
-        groups: dict[tuple[str, str, str, int], list[Decision]] = {}
-        for d in self.decisions:
-            groups.setdefault((d.kind, d.choice, d.reason, len(d.values)), []).append(d)
-        for (kind, choice, reason, _), alike in groups.items():
-            shown = ", ".join(d.subject for d in alike[:3])
-            more = f", ... ({len(alike)} alike)" if len(alike) > 3 else ""
-            values = f" {', '.join(alike[0].values)}" if alike[0].values else ""
-            nbytes = gib(sum(d.nbytes for d in alike))
-            lines.append(f"  {kind:10s} {shown}{more}: {choice}{values} [{nbytes}] {reason}")
+        for same in alike(self.decisions, self.names):
+            d, subjects = same.decisions[0], same.subjects
+            shown = ", ".join(subjects[:3]) + (f", ... ({len(subjects)} alike)" if len(subjects) > 3 else "")
+            values = f" {', '.join(same.values)}" if same.values else ""
+            nbytes = gib(sum(each.nbytes for each in same.decisions))
+            lines.append(f"  {d.kind:10s} {shown}: {d.choice}{values} [{nbytes}] {same.reason}")
         return "\n".join(lines)
 
 

@@ -40,6 +40,7 @@ _IS_TYPE: dict[str, Callable[[Any], bool]] = {  # by annotation; all other annot
     "Kind": lambda v: v in get_args(Kind),
     "Mapping[str, int | None]": lambda v: type(v) is dict and all(x is None or _IS_TYPE["int"](x) for x in v.values()),
     "Mapping[str, int]": lambda v: type(v) is dict and all(map(_IS_TYPE["int"], v.values())),
+    "Mapping[str, str]": lambda v: type(v) is dict and all(type(x) is str for x in v.values()),
     "Mapping[str, float]": lambda v: type(v) is dict and all(map(_IS_TYPE["float"], v.values())),
 }
 

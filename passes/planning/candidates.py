@@ -240,7 +240,7 @@ class Candidates:
         peaks = candidate.plan.peak_bytes
         for tier, limit in budgets.nbytes.items():
             if limit is not None and peaks[tier] > limit:
-                raise shortfall(candidate, tier)
+                raise shortfall(candidate, tier, self.problem.step)
         bound = self.certificate(budgets.device, budgets.host, candidate.plan.total_us)
         return completed(replace(self.problem, budgets=budgets), candidate, peaks["device"], bound)
 
@@ -334,10 +334,11 @@ class Candidates:
         points = [*self._points, *(self._variants if budgets.host is not None or self._casts else [])]
         points += slower_than_some([*self.lean(budgets.device)] if budgets.host is not None else [], self._points)
         if budgets.device is not None and (least := min(points, key=lambda point: point.peak)).peak > budgets.device:
-            raise shortfall(self._again(least), "device")
+            raise shortfall(self._again(least), "device", self.problem.step)
         if not any(fits(point.plan, budgets) for point in points):
             fits_device = (p for p in points if budgets.device is None or p.peak <= budgets.device)
-            raise shortfall(self._again(min(fits_device, key=lambda p: p.plan.peak_bytes["host"])), "host")
+            least = min(fits_device, key=lambda p: p.plan.peak_bytes["host"])
+            raise shortfall(self._again(least), "host", self.problem.step)
         return points
 
     def _recall(self) -> bool:

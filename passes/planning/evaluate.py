@@ -12,12 +12,14 @@ from torch import fx
 from mtcompile.passes import rewrite, rewritten_draft
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.fetches import fetches, is_resident
+from mtcompile.passes.analysis.names import value_names
 from mtcompile.passes.analysis.state import Budgets, drive_nbytes, persistent_nbytes, state_by_tier, times_us, trained_nbytes
 from mtcompile.passes.draft import bundle
 from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
+from mtcompile.passes.planning.reasons import with_reasons
 from mtcompile.runtime.deps import Waits, derive, waits
 from mtcompile.runtime.schedule import Queue, Schedule, gib
 from mtcompile.runtime.sim import simulate
@@ -100,7 +102,7 @@ def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, cert
     told = [f"{name}: the device holds the rows that a batch names, at most {r.count} of {r.rows}" for name, r in rows.items()]
     plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *told, *_far_from_bound(plan, trace)))))
     plan = replace(plan, **dict(zip(("fetched", "copies"), fetches(step, schedule), strict=True)))
-    plan = replace(plan, all_resident=is_resident(schedule))
+    plan = with_reasons(problem, replace(plan, all_resident=is_resident(schedule)), step, schedule, trace)
     stated = {tier: nbytes for tier, nbytes in limits.items() if nbytes is not None}
     return Planned(plan, step, replace(schedule, budget_nbytes=stated))
 
@@ -138,12 +140,12 @@ def _lowered(problem: PlanningProblem, step: fx.GraphModule, plan: Plan) -> Sche
     return lower_without_deps(step, plan, problem.machine, persistent, problem.workspace)
 
 
-def shortfall(candidate: Candidate, tier: str) -> DoesNotFit:
-    """Returns the error to raise if even this candidate needs more of ``tier`` than there is."""
-    return DoesNotFit(tier, candidate.plan.peak_bytes[tier], _largest_parts(candidate.schedule, tier))
+def shortfall(candidate: Candidate, tier: str, step: fx.GraphModule) -> DoesNotFit:
+    """Returns the error to raise if even this candidate needs more of ``tier`` than there is. ``step``: before any rewrite."""
+    return DoesNotFit(tier, candidate.plan.peak_bytes[tier], _largest_parts(candidate.schedule, tier, value_names(step)))
 
 
-def _largest_parts(schedule: Schedule, tier: str) -> tuple[tuple[str, int], ...]:
+def _largest_parts(schedule: Schedule, tier: str, names: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
     """Returns the three largest parts of a tier's peak, in bytes."""
     parts = [("placed slots (weights and values in transit)", schedule.arena_nbytes.get(tier, 0))]
     parts.append(("persistent state", schedule.resident_nbytes.get(tier, 0)))
@@ -152,5 +154,5 @@ def _largest_parts(schedule: Schedule, tier: str) -> tuple[tuple[str, int], ...]
         for run in sorted(runs, key=lambda i: -i.workspace)[:2]:
             parts.append((f"workspace of {run.label}", run.workspace))
         pooled = sorted((b for b in schedule.buffers.values() if b.kind == "pooled"), key=lambda b: -b.nbytes)
-        parts += [(f"{b.role} {b.name}", b.nbytes) for b in pooled[:2]]
+        parts += [(f"{b.role} {names.get(b.value, b.name)}", b.nbytes) for b in pooled[:2]]
     return tuple(sorted(parts, key=lambda part: -part[1])[:3])

@@ -19,7 +19,6 @@ from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant, fused_variant, save_all, thinned, trade_off
 from mtcompile.passes.step_graph import regions, results
-from mtcompile.runtime.schedule import gib
 
 Ladder = Sequence[Plan]
 _BESIDE = 2  # homes before and behind one that may be on the device with it
@@ -60,18 +59,16 @@ def ladders(
 ) -> tuple[Ladder, ...]:
     """Returns the ladders to search; the first starts at the floor. ``blocks``: of the step. ``base``: decisions already made.
     ``param_nbytes``: bytes of the home blocks whose tier is still open. ``host``: whether activations may go home."""
-    why = "weighs less than what replaying needs"
-    floors = [base := _with_variants(base, blocks, 0, why), *(_with_variants(base, blocks, i, why) for i in _NEAR_FLOOR)]
+    floors = [base := _with_variants(base, blocks, 0), *(_with_variants(base, blocks, i) for i in _NEAR_FLOOR)]
     param_upgrades = _param_upgrades(param_nbytes, machine)
     crossing_upgrades = [u for b in blocks for u in _crossing_upgrades(b, machine)]
     variant_upgrades = [u for b in blocks for u in _variant_upgrades(b)]
     ahead = replace(base, lookahead=1, pooled=True)
-    stays = Decision("activation", "*", "device", 0, "what is kept stays on the device")
+    stays = Decision("activation", "*", "device", 0)
     device = ahead.with_decision(stays)
     searched: list[Ladder] = []
     if host:
-        why = "kept at home: costs transfers, no recomputation"
-        everything_saved = _with(ahead, [variant_decision(b.name, b.saved, b.variants[-1], why) for b in blocks])
+        everything_saved = _with(ahead, [variant_decision(b.name, b.saved, b.variants[-1]) for b in blocks])
         searched.append((base, _with(base, everything_saved.decisions)))
         searched.append(_Upgraded(ahead, [*_by_density(crossing_upgrades + variant_upgrades), *param_upgrades]))
         at_home = _by_density([u for b in blocks for u in _variant_upgrades(b, stays=False)])
@@ -97,23 +94,22 @@ def ladders(
     return tuple(searched)
 
 
-def waiting(kind: WaitKind, homes: Iterable[str], param_nbytes: Mapping[str, int], waits: bool, why: str) -> list[Decision]:
+def waiting(kind: WaitKind, homes: Iterable[str], param_nbytes: Mapping[str, int], waits: bool) -> list[Decision]:
     """Returns decisions about homes that have waits, or none: for their fetches in the backward, or for their gradients."""
     choice: Choice = "late" if waits == (kind == "return") else "early"
-    return [Decision(kind, home, choice, param_nbytes[home], why) for home in homes]
+    return [Decision(kind, home, choice, param_nbytes[home]) for home in homes]
 
 
 def waiting_less(ahead: Plan, param_nbytes: Mapping[str, int]) -> Ladder:
     """Returns plans that fetch ahead in the forward, at first not in the backward, where memory is scarce: fewer and fewer
     homes wait there, the small ones first, and of these the ones that are not beside larger ones. A large one, such as a head,
     may be all that has no room beside its neighbours."""
-    why = "there is no room for it beside other regions"
     kinds: tuple[WaitKind, ...] = ("return", "gradients")
-    plans = [_with(ahead, [d for kind in kinds for d in waiting(kind, param_nbytes, param_nbytes, True, why)])]
+    plans = [_with(ahead, [d for kind in kinds for d in waiting(kind, param_nbytes, param_nbytes, True)])]
     for size in sorted(set(param_nbytes.values())):
         homes = [home for home, nbytes in param_nbytes.items() if nbytes == size]
         for alike, kind in itertools.product(_by_room(homes, param_nbytes), kinds):
-            plans.append(_with(plans[-1], waiting(kind, alike, param_nbytes, False, "hides behind other regions")))
+            plans.append(_with(plans[-1], waiting(kind, alike, param_nbytes, False)))
     return tuple(plans)
 
 
@@ -125,15 +121,15 @@ def _loading_less(ahead: Plan, blocks: list[Block]) -> list[Ladder]:
     searched: list[Ladder] = []
     if 2 * len({id(block.variants) for block in blocks}) > len(blocks):
         return searched
-    why, inner = "kept at home: costs transfers, no recomputation", blocks[_ENDS : len(blocks) - _ENDS]
+    inner = blocks[_ENDS : len(blocks) - _ENDS]
     ends = [block for block in blocks if block not in inner]
     for index in range(1, max((len(block.variants) for block in blocks), default=0) - 1):
         for of_ends in (index - 1, index) if inner else (index,):
-            start = _with_variants(_with_variants(ahead, inner, index, why), ends, of_ends, why)
+            start = _with_variants(_with_variants(ahead, inner, index), ends, of_ends)
             ranks = at_home_by_rank(start, blocks)
-            plans = [_with(start, loading([value for values in ranks for value in values], True, "there is no room for it"))]
+            plans = [_with(start, loading([value for values in ranks for value in values], True))]
             for values in ranks:
-                plans.append(_with(plans[-1], loading(values, False, "hides behind other regions")))
+                plans.append(_with(plans[-1], loading(values, False)))
             searched.append(tuple(plans))
     return searched
 
@@ -142,9 +138,9 @@ def _crossing_late(ahead: Plan, blocks: Sequence[Block]) -> Ladder:
     """Returns plans that fetch ahead in the forward, and in the backward nothing at all, not even what left blocks; then more
     and more of it, the smallest values first. Even the fewest bytes may leave room for fetches in the forward."""
     values = crossing_by_size(ahead, blocks)
-    plans = [_with(ahead, [d for alike in values for d in loading(alike, True, "there is no room for it")])]
+    plans = [_with(ahead, [d for alike in values for d in loading(alike, True)])]
     for alike in reversed(values):
-        plans.append(_with(plans[-1], loading(alike, False, "hides behind other regions")))
+        plans.append(_with(plans[-1], loading(alike, False)))
     return tuple(plans)
 
 
@@ -167,9 +163,9 @@ def at_home_by_rank(plan: Plan, blocks: Sequence[Block]) -> list[list[fx.Node]]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def loading(values: Iterable[fx.Node], late: bool, why: str) -> list[Decision]:
+def loading(values: Iterable[fx.Node], late: bool) -> list[Decision]:
     """Returns decisions about values that wait at home: whether they come back for the backward late, or ahead."""
-    return [Decision("load", value.name, "late" if late else "early", value.meta["nbytes"], why) for value in values]
+    return [Decision("load", value.name, "late" if late else "early", value.meta["nbytes"]) for value in values]
 
 
 def _by_room(homes: Sequence[str], param_nbytes: Mapping[str, int]) -> list[list[str]]:
@@ -183,24 +179,21 @@ def _by_room(homes: Sequence[str], param_nbytes: Mapping[str, int]) -> list[list
 
 def everything(step: fx.GraphModule, base: Plan, param_nbytes: Mapping[str, int], fused: bool = False) -> Plan:
     """Returns the plan that moves nothing and recomputes nothing, except what is free in ``fused`` kernels."""
-    why = "everything fits"
-    activations = Decision("activation", "*", "device", 0, why)
+    activations = Decision("activation", "*", "device", 0)
     variant_decisions = []
     for region in regions(step):
         if region.meta["phase"] == "forward":
             saved = tuple(saved_values(region))
             variant = fused_variant(step, region) if fused else save_all(region)
-            variant_decisions.append(variant_decision(step.meta["blocks"][region.meta["block"]], saved, variant, why))
-    params = [Decision("params", block, "device", nbytes, why) for block, nbytes in param_nbytes.items()]
+            variant_decisions.append(variant_decision(step.meta["blocks"][region.meta["block"]], saved, variant))
+    params = [Decision("params", block, "device", nbytes) for block, nbytes in param_nbytes.items()]
     return _with(replace(base, lookahead=1), [activations, *variant_decisions, *params])
 
 
 def decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
     """Returns the plan with only the decisions made before any search: the fixed homes."""
-    homes = problem.step.meta["homes"]
-    why = {homes[name]: "the device needs few of its rows" for name in problem.step.meta["rows"] if name in homes}
     fixed = tuple(
-        Decision("params", block, problem.fixed_homes[block], sizes.get(block, 0), why.get(block, "decided before this plan"))
+        Decision("params", block, problem.fixed_homes[block], sizes.get(block, 0))
         for block in dict.fromkeys(problem.step.meta["homes"].values())
         if block in problem.fixed_homes
     )
@@ -250,10 +243,10 @@ def blocks_of(step: fx.GraphModule, machine: Machine) -> list[Block]:
     return blocks
 
 
-def _with_variants(plan: Plan, blocks: list[Block], index: int, why: str) -> Plan:
+def _with_variants(plan: Plan, blocks: list[Block], index: int) -> Plan:
     """Gives every block its variant at ``index``, or its last one before. Blocks that recompute everything need no decision."""
     chosen = [(b, b.variants[min(index, len(b.variants) - 1)]) for b in blocks]
-    return _with(plan, [variant_decision(b.name, b.saved, variant, why) for b, variant in chosen if variant.positions])
+    return _with(plan, [variant_decision(b.name, b.saved, variant) for b, variant in chosen if variant.positions])
 
 
 def _with(plan: Plan, decisions: Iterable[Decision]) -> Plan:
@@ -279,11 +272,11 @@ def _by_density(upgrades: list[_Upgrade]) -> list[_Upgrade]:
     return sorted(upgrades, key=lambda u: (-u.gain_us / max(1, u.nbytes), u.order))
 
 
-def variant_decision(block: str, saved: tuple[fx.Node, ...], variant: Variant, reason: str) -> Decision:
+def variant_decision(block: str, saved: tuple[fx.Node, ...], variant: Variant) -> Decision:
     """Returns the decision to keep, of a block's ``saved`` values, those of ``variant``."""
     values = tuple(saved[i].name for i in variant.positions)
     choice = "save" if len(values) == len(saved) else "keep" if values else "recompute"
-    return Decision("variant", block, choice, variant.nbytes, reason, () if choice == "save" else values)
+    return Decision("variant", block, choice, variant.nbytes, values=() if choice == "save" else values)
 
 
 def _variant_upgrades(block: Block, stays: bool = True) -> list[_Upgrade]:
@@ -291,14 +284,11 @@ def _variant_upgrades(block: Block, stays: bool = True) -> list[_Upgrade]:
     upgrades = []
     for step, (lighter, heavier) in enumerate(itertools.pairwise(block.variants)):
         gain, nbytes = lighter.time_us - heavier.time_us, max(0, heavier.nbytes - lighter.nbytes)
-        why = f"{gib(nbytes)} more kept saves {gain / 1e3:.3f} ms of recomputation"
         stay = [
-            activation_decision(block.saved[i], "device", "kept on the device")
-            for i in heavier.positions
-            if stays and i not in lighter.positions
+            activation_decision(block.saved[i], "device") for i in heavier.positions if stays and i not in lighter.positions
         ]
         order = (2, step, -block.index)
-        upgrades.append(_Upgrade(gain, nbytes, order, (variant_decision(block.name, block.saved, heavier, why), *stay)))
+        upgrades.append(_Upgrade(gain, nbytes, order, (variant_decision(block.name, block.saved, heavier), *stay)))
     return upgrades
 
 
@@ -311,15 +301,15 @@ def kept_positions(plan: Plan, block: Block) -> tuple[int, ...]:
     return tuple([i for i, value in enumerate(block.saved) if value.name in values])
 
 
-def activation_decision(value: fx.Node, choice: Choice, reason: str) -> Decision:
+def activation_decision(value: fx.Node, choice: Choice) -> Decision:
     """Returns the decision where a value waits for its readers."""
-    return Decision("activation", value.name, choice, value.meta["nbytes"], reason)
+    return Decision("activation", value.name, choice, value.meta["nbytes"])
 
 
-def keeping(block: Block, variant: Variant, tier: Choice, reason: str) -> list[Decision]:
+def keeping(block: Block, variant: Variant, tier: Choice) -> list[Decision]:
     """Returns the decisions to keep, of what a block saves, what a variant does, all of it on one tier."""
-    placed = [activation_decision(block.saved[i], tier, reason) for i in variant.positions]
-    return [variant_decision(block.name, block.saved, variant, reason), *placed]
+    placed = [activation_decision(block.saved[i], tier) for i in variant.positions]
+    return [variant_decision(block.name, block.saved, variant), *placed]
 
 
 def _stay_upgrade(values: tuple[fx.Node, ...], machine: Machine, order: tuple[int, ...]) -> list[_Upgrade]:
@@ -327,8 +317,7 @@ def _stay_upgrade(values: tuple[fx.Node, ...], machine: Machine, order: tuple[in
         return []
     nbytes = sum(value.meta["nbytes"] for value in values)
     gain = machine.copy_us(nbytes, "d2h") + machine.copy_us(nbytes, "h2d")
-    why = "kept on the device saves two transfers"
-    return [_Upgrade(gain, nbytes, order, tuple(activation_decision(value, "device", why) for value in values))]
+    return [_Upgrade(gain, nbytes, order, tuple(activation_decision(value, "device") for value in values))]
 
 
 def _crossing_upgrades(block: Block, machine: Machine) -> list[_Upgrade]:
@@ -343,8 +332,7 @@ def _param_upgrades(param_nbytes: Mapping[str, int], machine: Machine) -> list[_
     upgrades = []
     for position, (block, nbytes) in enumerate(param_nbytes.items()):
         gain = 2 * machine.copy_us(nbytes, "h2d") + machine.copy_us(nbytes, "d2h")
-        why = f"resident saves {gain / 1e3:.3f} ms of transfers"
-        upgrades.append(_Upgrade(gain, 4 * nbytes, (3, position), (Decision("params", block, "device", nbytes, why),)))
+        upgrades.append(_Upgrade(gain, 4 * nbytes, (3, position), (Decision("params", block, "device", nbytes),)))
     return upgrades
 
 
@@ -360,7 +348,7 @@ def _chain_lengths(blocks: int) -> list[int]:
 def _chains(blocks: list[Block], length: int) -> list[Decision]:
     """Returns decisions that keep only what enters the first of every ``length`` blocks; the rest is recomputed from there."""
     return [
-        Decision("activation", value.name, "recompute", value.meta["nbytes"], f"computed again in chains of {length} blocks")
+        Decision("activation", value.name, "recompute", value.meta["nbytes"])
         for position, block in enumerate(blocks)
         if (position + 1) % length
         for value in block.crossing

@@ -25,7 +25,6 @@ from mtcompile.passes.planning.variants import Variant
 
 _FARTHER = 1.05  # from its bound than the plan at other sizes is from its own: then a search is worth its time
 _OF_HOMES = ("params", "fetch", "return", "gradients")  # kinds of decisions whose subject is a home
-_AS_BEFORE = "as at the sizes that were planned before"
 
 
 def make_plan(problem: PlanningProblem, policy: str = "fastest") -> Planned:
@@ -37,7 +36,9 @@ def make_plan(problem: PlanningProblem, policy: str = "fastest") -> Planned:
 def plan_among(candidates: Candidates, budgets: Budgets, policy: str, known: Plan | None = None) -> Planned:
     """Returns what ``make_plan`` does, from candidates that serve other budgets too. ``known``: as for ``Candidates.best``."""
     if policy != "fastest":
-        return candidates.by_policy(policy, budgets)
+        planned = candidates.by_policy(policy, budgets)
+        decisions = tuple(replace(each, reason=f"policy {policy}: {each.reason}") for each in planned.plan.decisions)
+        return replace(planned, plan=replace(planned.plan, decisions=decisions))
     return candidates.best(budgets.device, budgets.host, known)
 
 
@@ -75,10 +76,10 @@ def resized(plan: Plan, base: Plan, blocks: Sequence[Block], params: Mapping[str
         if each.kind == "variant" and each.subject in by_name:
             saved, positions = by_name[each.subject].saved, kept_positions(plan, by_name[each.subject])
             variant = Variant(positions, sum(saved[i].meta["nbytes"] for i in positions), 0.0)
-            decisions.append(variant_decision(each.subject, saved, variant, _AS_BEFORE))
+            decisions.append(variant_decision(each.subject, saved, variant))
         elif each.subject in (sizes := params if each.kind in _OF_HOMES else nbytes):
             if base.find(each.kind, each.subject) is None:
-                decisions.append(replace(each, nbytes=sizes[each.subject], reason=_AS_BEFORE))
+                decisions.append(replace(each, nbytes=sizes[each.subject]))
         else:
             return None
     together = (*base.decisions, *decisions)

@@ -18,7 +18,7 @@ Policy = Callable[[fx.GraphModule, Plan, Mapping[str, int]], Plan]
 
 def _checkpoint_all(step: fx.GraphModule, base: Plan, open_params: Mapping[str, int]) -> Plan:
     """Keeps state and what enters a block on the device; all else is recomputed."""
-    params = [Decision("params", block, "device", nbytes, "policy") for block, nbytes in open_params.items()]
+    params = [Decision("params", block, "device", nbytes) for block, nbytes in open_params.items()]
     return _with(replace(base, lookahead=1), [*params, _entering("device")])
 
 
@@ -36,7 +36,7 @@ def _zero3_offload(step: fx.GraphModule, base: Plan, open_params: Mapping[str, i
 def _offload_all(step: fx.GraphModule, base: Plan, open_params: Mapping[str, int]) -> Plan:
     """Recomputes nothing: what a block saves goes home and comes back, as its weights do."""
     saved = [
-        Decision("variant", step.meta["blocks"][region.meta["block"]], "save", 0, "policy")
+        Decision("variant", step.meta["blocks"][region.meta["block"]], "save", 0)
         for region in regions(step)
         if region.meta["phase"] == "forward" and saved_values(region)
     ]
@@ -54,7 +54,7 @@ KEEP_STATE = ("resident", "checkpoint-all")  # on the device
 
 
 def _entering(tier: Choice) -> Decision:
-    return Decision("activation", "*", tier, 0, "policy")
+    return Decision("activation", "*", tier, 0)
 
 
 def _with(plan: Plan, decisions: list[Decision]) -> Plan:

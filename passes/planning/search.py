@@ -20,7 +20,6 @@ from mtcompile.passes.planning.variants import Variant
 
 LOOKAHEADS = (0, 1, 2)
 _FEW = 4  # homes that are exchanged in pairs, and saved values of a block of which each is tried by itself
-_WHY = "found by local search"
 
 
 def spread(count: int, most: int) -> list[int]:
@@ -99,14 +98,14 @@ def neighbours(plan: Plan, blocks: Sequence[Block], param_nbytes: Mapping[str, i
     activations may go home."""
     for home, nbytes in param_nbytes.items():
         other: Choice = "host" if plan.params(home) == "device" else "device"
-        yield plan.with_decision(Decision("params", home, other, nbytes, _WHY))
+        yield plan.with_decision(Decision("params", home, other, nbytes))
         if plan.params(home) == "host":
             other = "again" if plan.stays(home) else "keep"
-            yield plan.with_decision(Decision("fetch", home, other, nbytes, _WHY))
+            yield plan.with_decision(Decision("fetch", home, other, nbytes))
     for one, other in itertools.combinations(param_nbytes, 2) if len(param_nbytes) <= _FEW else ():
         if plan.params(one) != plan.params(other):
-            exchanged = plan.with_decision(Decision("params", one, plan.params(other), param_nbytes[one], _WHY))
-            yield exchanged.with_decision(Decision("params", other, plan.params(one), param_nbytes[other], _WHY))
+            exchanged = plan.with_decision(Decision("params", one, plan.params(other), param_nbytes[one]))
+            yield exchanged.with_decision(Decision("params", other, plan.params(one), param_nbytes[other]))
     for block in reversed(blocks):
         yield from _block_neighbours(plan, block, host)
     for lookahead in LOOKAHEADS:
@@ -123,7 +122,7 @@ def _block_neighbours(plan: Plan, block: Block, host: bool) -> Iterator[Plan]:
         if others != positions:
             saved = tuple(block.saved[i] for i in others)
             nbytes = sum(value.meta["nbytes"] for value in saved)
-            varied = plan.with_decision(variant_decision(block.name, block.saved, Variant(others, nbytes, 0.0), _WHY))
+            varied = plan.with_decision(variant_decision(block.name, block.saved, Variant(others, nbytes, 0.0)))
             yield _with_activations(varied, saved, "device")
             if others and host:
                 yield _with_activations(varied, saved, "host")
@@ -137,4 +136,4 @@ def _block_neighbours(plan: Plan, block: Block, host: bool) -> Iterator[Plan]:
 
 
 def _with_activations(plan: Plan, values: tuple[fx.Node, ...], choice: Choice) -> Plan:
-    return plan.with_decisions([activation_decision(value, choice, _WHY) for value in values])
+    return plan.with_decisions([activation_decision(value, choice) for value in values])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ def trade_off(
     replaying a random operation may keep a generator's state that is larger than its result."""
     items = saved_values(region)
     saved = tuple(int(item.args[1]) for item in items)
-    reader = next((call for call in regions(step) if any(call in item.users for item in items)), None)
+    reader = _reader(step, region)
     speeds = machine.flops, machine.memory_gbps, machine.issue_us, machine.fuses, machine.scale("compute")
     inside = tuple(int(value.args[1]) for value in made_again_inside(region))
     key = "trade-off", str(region.target), saved, inside, always, reader and str(reader.target), speeds
@@ -52,15 +52,20 @@ def trade_off(
     return hull
 
 
-def _trade_off(
-    step: fx.GraphModule, region: fx.Node, reader: fx.Node | None, machine: Machine, always: frozenset[int]
-) -> tuple[Variant, ...]:
+def recomputing(step: fx.GraphModule, region: fx.Node, machine: Machine) -> Callable[[Iterable[int]], Variant]:
+    """Returns what prices a choice of a block's saved values: the variant that keeps those in these positions."""
+    return _pricing(step, region, _reader(step, region), machine)[0]
+
+
+def _pricing(
+    step: fx.GraphModule, region: fx.Node, reader: fx.Node | None, machine: Machine
+) -> tuple[Callable[[Iterable[int]], Variant], set[fx.Node]]:
+    """Returns what ``recomputing`` does, and the operations that run again whichever values are not kept."""
     body, items = kernel_of(step, region), saved_values(region)
     outputs = body_outputs(body)
     saved = [outputs[int(item.args[1])] for item in items]
-    sizes = [item.meta["nbytes"] for item in items]
     inside = [outputs[int(value.args[1])] for value in made_again_inside(region)]
-    anyway = set(recomputed(inside, set(saved), True))  # runs again whichever values are not kept
+    anyway = set(recomputed(inside, set(saved), True))
     if sum(map(node_cost, anyway), Cost()).time_us(machine) < _FEW * kernel_cost(body).time_us(machine):
         inside, anyway = [], set()
     states = {name: _size(region, position) for name, position in saved_states(body).items()}
@@ -72,9 +77,29 @@ def _trade_off(
         wanted = [n for i, n in enumerate(saved) if i not in positions]
         again = recomputed([*wanted, *inside] if wanted else [], {saved[i] for i in positions})
         random = {node.meta["rng_state"] for node in again if is_random(node)}
-        nbytes = sum(sizes[i] for i in positions) + sum(states[name] for name in random)
+        nbytes = sum(items[i].meta["nbytes"] for i in positions) + sum(states[name] for name in random)
         together = sum(map(cost_of, again), alone)
         return Variant(positions, nbytes, together.time_us(machine) - alone.time_us(machine))
+
+    return variant, anyway
+
+
+def _reader(step: fx.GraphModule, region: fx.Node) -> fx.Node | None:
+    """The backward region that first reads what a block saves."""
+    items = saved_values(region)
+    return next((call for call in regions(step) if any(call in item.users for item in items)), None)
+
+
+def _trade_off(
+    step: fx.GraphModule, region: fx.Node, reader: fx.Node | None, machine: Machine, always: frozenset[int]
+) -> tuple[Variant, ...]:
+    body, items = kernel_of(step, region), saved_values(region)
+    outputs = body_outputs(body)
+    saved = [outputs[int(item.args[1])] for item in items]
+    sizes = [item.meta["nbytes"] for item in items]
+    states = {name: _size(region, position) for name, position in saved_states(body).items()}
+    variant, anyway = _pricing(step, region, reader, machine)
+    cost_of = functools.cache(node_cost)
 
     everything = variant(range(len(saved)))
     points = [variant(always), everything]

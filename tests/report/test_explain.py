@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 import mtcompile
 from mtcompile.cli.app import app
 from mtcompile.passes.analysis.saved import saved_values
-from mtcompile.passes.plan import Decision
+from mtcompile.passes.plan import Decision, alike
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.step_graph import calls, placeholders, recomputes, regions, results
-from mtcompile.report.explain import FLOOR, explain
+from mtcompile.report.explain import explain
 from mtcompile.report.explanation import Explanation
-from mtcompile.report.tables import groups, parts, plan_tables
+from mtcompile.report.tables import parts, plan_tables
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us, exposed_us, span_us
@@ -60,7 +60,7 @@ def test_every_figure_is_the_schedules(kind: str) -> None:
                 assert life.end_us >= life.start_us
             assert bool(life.began) or life.kind == "home"
             assert bool(life.ended) == any(i.op == "free" and i.writes == (life.buffer,) for i in rows)
-        assert all(d in one.plan.decisions or d.reason == FLOOR for d in value.why)
+        assert all(d in one.plan.decisions or (one.plan.find(d.kind, d.subject) is None and d.reason) for d in value.why)
     homes = source().step.meta["homes"]
     params = {v.name: v for v in found.values if v.role == "param"}
     assert params.keys() == {name for name, block in homes.items() if "layers" in (name.split(".")[0], block.split(".")[0])}
@@ -203,13 +203,14 @@ def test_the_plan_as_tables() -> None:
     one = planned("searched")
     for tier, shares in parts(one.schedule).items():
         assert sum(shares.values()) == one.schedule.peak_nbytes[tier] and min(shares.values()) >= 0
-    assert sorted(d.subject for *_, alike in groups(one.plan) for d in alike) == sorted(d.subject for d in one.plan.decisions)
+    listed = list(alike(one.plan.decisions, one.plan.names))
+    assert sorted(d.subject for each in listed for d in each.decisions) == sorted(d.subject for d in one.plan.decisions)
     out = io.StringIO()
-    Console(file=out, width=200).print(plan_tables(one.plan, one.schedule))
+    Console(file=out, width=400).print(plan_tables(one.plan, one.schedule))
     text = out.getvalue()
     for tier, peak in one.schedule.peak_nbytes.items():
         assert tier in text and gib(peak) in text
-    assert all(reason in text for _, _, reason, _ in groups(one.plan)) and "█" in text
+    assert all(each.reason in text for each in listed) and "█" in text
     device = one.schedule.peak_nbytes["device"] / one.schedule.budget_nbytes["device"]
     assert f" {device:.0%}" in text
 

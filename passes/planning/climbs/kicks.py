@@ -11,7 +11,6 @@ from typing import NamedTuple
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.ladders import Block, WaitKind, blocks_alike, waiting
 
-WHY = "found by climbing"
 MOST_AHEAD = 4
 _ALONE = 2  # homes of equal size, at most, that no other move exchanges
 _NEARLY_ALL = 0.75  # of the blocks: the others are embeddings, norms and the chunks of a loss head
@@ -50,7 +49,7 @@ def kicks(blocks: Sequence[Block], sizes: Mapping[str, int]) -> Kick | None:
         yield from _flipped(homes, sizes, plan)
         for farther, count in itertools.product(_FARTHER, _WAITING):
             if (ahead := plan.lookahead + farther) <= MOST_AHEAD:
-                decisions = [each for kind in kinds for each in waiting(kind, homes[:count], sizes, True, WHY)]
+                decisions = [each for kind in kinds for each in waiting(kind, homes[:count], sizes, True)]
                 yield plan.changed(lookahead=ahead).with_decisions(decisions)
 
     return neighbours
@@ -60,7 +59,7 @@ def _flipped(homes: Sequence[str], sizes: Mapping[str, int], plan: Plan) -> Iter
     """Yields plans in which one of the homes is on the other tier."""
     for home, tier in zip(homes, plan.tiers(homes), strict=True):
         other: Choice = "host" if tier == "device" else "device"
-        yield plan.with_decision(Decision("params", home, other, sizes[home], WHY))
+        yield plan.with_decision(Decision("params", home, other, sizes[home]))
 
 
 def differ(blocks: Sequence[Block]) -> bool:

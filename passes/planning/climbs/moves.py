@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, MOST_AHEAD, THEN, WHY, Move, Moved, differ
+from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, MOST_AHEAD, THEN, Move, Moved, differ
 from mtcompile.passes.planning.climbs.waits import loads_late, waits, waits_together
 from mtcompile.passes.planning.ladders import Block, activation_decision, blocks_alike, keeping, kept_positions
 from mtcompile.passes.planning.variants import Variant
@@ -36,7 +36,7 @@ def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
     """Exchanges equal homes between the device and the host, moves one, and lets one stay from the forward to the backward."""
 
     def decided(plan: Plan, kind: Any, tiers: Mapping[str, Choice]) -> Plan:
-        return plan.with_decisions([Decision(kind, home, choice, sizes[home], WHY) for home, choice in tiers.items()])
+        return plan.with_decisions([Decision(kind, home, choice, sizes[home]) for home, choice in tiers.items()])
 
     def set_to(plan: Plan, kind: Any, tiers: Mapping[str, Choice], name: str, turn: int) -> Moved:
         return Moved(name, turn, partial(decided, plan, kind, tiers))
@@ -115,8 +115,8 @@ def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
 
 
 def _keeping(plan: Plan, block: Block, variant: Variant, choice: Choice) -> Plan:
-    return plan.with_decisions(keeping(block, variant, choice, WHY))
+    return plan.with_decisions(keeping(block, variant, choice))
 
 
 def _placed(plan: Plan, values: Sequence[Any], choice: Choice) -> Plan:
-    return plan.with_decisions([activation_decision(value, choice, WHY) for value in values])
+    return plan.with_decisions([activation_decision(value, choice) for value in values])

@@ -11,7 +11,6 @@ from random import Random
 from typing import Any, Protocol
 
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.climbs.kicks import WHY
 from mtcompile.passes.planning.ladders import (
     Block,
     WaitKind,
@@ -87,7 +86,7 @@ class Draws:
         return choices[int(self._random.random() * len(choices))]
 
     def _decide(self, plan: Plan, kind: Any, choices: Mapping[str, Choice]) -> Plan:
-        return plan.with_decisions([Decision(kind, home, choice, self._sizes[home], WHY) for home, choice in choices.items()])
+        return plan.with_decisions([Decision(kind, home, choice, self._sizes[home]) for home, choice in choices.items()])
 
     def _move_home(self, plan: Plan) -> Plan | None:
         """Moves a home to the other tier, or lets it stay from the forward to the backward or not."""
@@ -116,7 +115,7 @@ class Draws:
         if plan.params(home) == "device" or not plan.lookahead:
             return None
         waits = plan.returns_late(home) if kind == "return" else plan.frees_early(home)
-        return plan.with_decisions(waiting(kind, [home], self._sizes, not waits, WHY))
+        return plan.with_decisions(waiting(kind, [home], self._sizes, not waits))
 
     def _run(self) -> list[Block]:
         """Draws a block, and maybe some of those alike behind it."""
@@ -135,7 +134,7 @@ class Draws:
             return None
         variant, decisions = self._any(blocks[0].variants), list[Decision]()
         for block in blocks:
-            decisions += keeping(block, variant, tier, WHY)
+            decisions += keeping(block, variant, tier)
         return plan.with_decisions(decisions)
 
     def _like_another(self, plan: Plan) -> Plan | None:
@@ -148,14 +147,14 @@ class Draws:
         if (variant := next((v for v in block.variants if v.positions == positions), None)) is None:
             return None
         tiers = {i: plan.activation(other.saved[i].name) for i in positions}
-        places = [activation_decision(block.saved[i], tier, WHY) for i, tier in tiers.items()]
-        return plan.with_decisions([variant_decision(block.name, block.saved, variant, WHY), *places])
+        places = [activation_decision(block.saved[i], tier) for i, tier in tiers.items()]
+        return plan.with_decisions([variant_decision(block.name, block.saved, variant), *places])
 
     def _leave(self, plan: Plan) -> Plan | None:
         """Places what leaves blocks elsewhere, or makes it again."""
         blocks = self._run()
         tier: Choice = self._tier() if self._random.random() < _KEPT else "recompute"
-        return plan.with_decisions([activation_decision(value, tier, WHY) for block in blocks for value in block.crossing])
+        return plan.with_decisions([activation_decision(value, tier) for block in blocks for value in block.crossing])
 
     def _ahead(self, plan: Plan) -> Plan | None:
         """Fetches one region more or less ahead."""

@@ -8,8 +8,6 @@ from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.ladders import Block, activation_decision, kept_positions, variant_decision
 from mtcompile.passes.planning.variants import Variant
 
-_WHY = "makes room for what was found by climbing"
-_WHY_FILLED = "has room there that nothing else was found for"
 # Takes a plan, the plan that it was moved from, and the bytes that are missing. Returns a plan that keeps as many bytes less on
 # the device than the first, or more, by decisions that both share; None if it cannot.
 Room = Callable[[Plan, Plan, int], Plan | None]
@@ -30,13 +28,13 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
         fetches = zip(sizes, plan.choices("fetch", sizes), before.choices("fetch", sizes), strict=True)
         for home in [home for home, now, then in fetches if now == then == "keep"]:
             if plan.params(home) != "device" != before.params(home):
-                yield sizes[home], [Decision("fetch", home, "again", sizes[home], _WHY)]
+                yield sizes[home], [Decision("fetch", home, "again", sizes[home])]
 
     def away(plan: Plan, before: Plan) -> _Freed:
         """Moves homes to the host, those last that the next step reads first."""
         tiers = zip(homes, plan.tiers(homes), before.tiers(homes), strict=True)
         for home in reversed([home for home, now, then in tiers if now == then == "device"]):
-            yield held[home], [Decision("params", home, "host", sizes[home], _WHY)]
+            yield held[home], [Decision("params", home, "host", sizes[home])]
 
     def recomputed(plan: Plan, before: Plan) -> _Freed:
         """Recomputes more, where a byte takes least time."""
@@ -56,14 +54,14 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
             saved_now = [block.saved[i] for i in kept_positions(plan, block)]
             for values in (saved_now, block.crossing):
                 here = [v for v in values if plan.activation(v.name) == "device" == before.activation(v.name)]
-                sent = [activation_decision(value, "host", _WHY) for value in here]
+                sent = [activation_decision(value, "host") for value in here]
                 yield sum(decision.nbytes for decision in sent), sent
 
     def here(plan: Plan, before: Plan) -> _Freed:
         """Moves homes to the device, those first that the next step reads first."""
         tiers = zip(homes, plan.tiers(homes), before.tiers(homes), strict=True)
         for home in [home for home, now, then in tiers if now == then == "host"]:
-            yield held[home], [Decision("params", home, "device", sizes[home], _WHY)]
+            yield held[home], [Decision("params", home, "device", sizes[home])]
 
     def less_at_home(plan: Plan, before: Plan) -> _Freed:
         """Keeps on the device what waits at home, that of the last blocks first: it waits shortest there."""
@@ -71,7 +69,7 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
             saved_now = [block.saved[i] for i in kept_positions(plan, block)]
             for values in (saved_now, block.crossing):
                 at_home = [v for v in values if plan.activation(v.name) == "host" == before.activation(v.name)]
-                stay = [activation_decision(value, "device", _WHY) for value in at_home]
+                stay = [activation_decision(value, "device") for value in at_home]
                 yield sum(decision.nbytes for decision in stay), stay
 
     on_device = (again, home, away, recomputed) if host else (again, recomputed, away)
@@ -93,7 +91,7 @@ def filling(sizes: Mapping[str, int], held: Mapping[str, int]) -> Fill:
         if sum(count for _, count in counted) > 1:
             spread = [homes[(2 * i + 1) * len(homes) // (2 * count)] for homes, count in counted for i in range(count)]
             for chosen in (spread, [home for homes, count in counted for home in homes[:count]]):
-                yield plan.with_decisions([Decision("params", home, "device", sizes[home], _WHY_FILLED) for home in chosen])
+                yield plan.with_decisions([Decision("params", home, "device", sizes[home]) for home in chosen])
 
     return fill
 
@@ -119,5 +117,5 @@ def _lighter(block: Block, positions: tuple[int, ...]) -> Iterator[_Step]:
     for count, variant in enumerate(sorted(lighter, key=lambda v: -v.nbytes)):
         freed = before.nbytes - variant.nbytes
         price = max(price, (variant.time_us - before.time_us) / max(1, freed))
-        yield price, count, freed, variant_decision(block.name, block.saved, variant, _WHY)
+        yield price, count, freed, variant_decision(block.name, block.saved, variant)
         before = variant

@@ -8,7 +8,7 @@ from functools import partial
 from torch import fx
 
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, WHY, Move, Moved
+from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, Move, Moved
 from mtcompile.passes.planning.ladders import Block, WaitKind, at_home_by_rank, crossing_by_size, loading, waiting
 
 _LARGEST = 2  # sizes of homes that may wait
@@ -69,8 +69,8 @@ def loads_late(blocks: Sequence[Block]) -> Move:
 
 
 def _waiting(plan: Plan, kinds: Sequence[WaitKind], homes: Sequence[str], sizes: Mapping[str, int], wait: bool) -> Plan:
-    return plan.with_decisions([each for kind in kinds for each in waiting(kind, homes, sizes, wait, WHY)])
+    return plan.with_decisions([each for kind in kinds for each in waiting(kind, homes, sizes, wait)])
 
 
 def _loading(plan: Plan, values: Sequence[fx.Node], late: bool) -> Plan:
-    return plan.with_decisions(loading(values, late, WHY))
+    return plan.with_decisions(loading(values, late))

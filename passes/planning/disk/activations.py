@@ -6,7 +6,7 @@ in between. Two orders are tried, with several depths of staging; the simulator 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
@@ -22,7 +22,6 @@ from mtcompile.passes.planning.pace import impatient
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Solved
 from mtcompile.runtime.schedule import MOST_NBYTES, Schedule
 from mtcompile.runtime.sim import clock
-from mtcompile.runtime.trace import time_of
 
 Find = Callable[[PlanningProblem], Solved]
 Roomy = Callable[[Schedule], bool]
@@ -90,7 +89,7 @@ def with_activations_on_disk(
 
         for candidate in _spilled(part, planned, evenly, serves):
             if candidate.plan.peak_bytes["host"] < least.minimum and fits(candidate.plan, replace(part.budgets, host=None)):
-                least = shortfall(candidate, "host")
+                least = shortfall(candidate, "host", problem.step)
             if serves(candidate) and (fastest is None or candidate.plan.total_us < fastest[1].plan.total_us):
                 fastest = part, candidate
         host = (limit + planned.plan.peak_bytes["host"]) // 2
@@ -145,7 +144,7 @@ def _fewest(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan, order: 
     def on_disk(count: int) -> Candidate:
         chosen = {each.value: each for each in order[:count]}
         others = (d for d in plan.decisions if d.kind != "activation" or d.subject not in chosen)
-        moved = _on_disk(chosen.values(), plan.disk_lookahead)
+        moved = (Decision("activation", each.value, "disk", each.nbytes) for each in chosen.values())
         return evaluate(problem, draft, replace(plan, decisions=(*others, *moved)))
 
     low, high, best = 0, len(order), on_disk(len(order))
@@ -157,12 +156,6 @@ def _fewest(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan, order: 
         else:
             low = middle
     return best
-
-
-def _on_disk(values: Iterable[Waiting], ahead: int) -> Iterator[Decision]:
-    for each in values:
-        why = f"waits {time_of(each.idle_us)}, and the host has no room; read {ahead} region(s) before it is fetched"
-        yield Decision("activation", each.value, "disk", each.nbytes, why)
 
 
 def without_disk(plan: Plan) -> Plan:

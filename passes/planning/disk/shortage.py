@@ -30,10 +30,10 @@ def short_of_host(problem: PlanningProblem, known: Candidates, tiers: tuple[Choi
     sizes, needs = candidates.sizes, list[int]()
     homes = list(candidates.open_params)
     for tier in tiers:
-        start = leanest(candidates.base).with_decision(Decision("activation", "*", tier, 0, ""))
+        start = leanest(candidates.base).with_decision(Decision("activation", "*", tier, 0))
 
         def peaks(on_device: Iterable[str], start: Plan = start) -> Mapping[str, int]:
-            there = [Decision("params", home, "device", sizes[home], "") for home in on_device]
+            there = [Decision("params", home, "device", sizes[home]) for home in on_device]
             return candidates.evaluate(start.with_decisions(there)).plan.peak_bytes
 
         for order in orders_to_device(homes, sizes):

@@ -32,7 +32,7 @@ from mtcompile.passes.planning.disk.without import may_fit_without, planned_with
 from mtcompile.passes.planning.evaluate import completed
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Solved
-from mtcompile.runtime.schedule import MOST_NBYTES, gib
+from mtcompile.runtime.schedule import MOST_NBYTES
 
 _SHIFTS = 3  # of homes in equal distances, that are tried
 # Regions that a read may be ahead of its fetch, and by how many more a fetch may be issued; by whether it is the read.
@@ -205,8 +205,7 @@ def _judged(fixed: PlanningProblem, candidate: Candidate, problem: PlanningProbl
     """Returns a plan with activations on disk as it will be run, and the problem that it solves. Raises NotWorthwhile."""
     # On a host that has room for all of it, it would take no longer: so that bound holds here too.
     bound = Candidates.like(known, problem).certificate(problem.budgets.device, None)
-    final = Candidate(_with_reasons(candidate.plan), candidate.lowered)
-    planned = completed(fixed, final, candidate.plan.peak_bytes["device"], bound)
+    planned = completed(fixed, candidate, candidate.plan.peak_bytes["device"], bound)
     check_worthwhile(fixed, planned.plan)
     return fixed, planned
 
@@ -261,7 +260,7 @@ def _taken(problem: PlanningProblem) -> dict[str, int]:
 
 
 def _on_disk(homes: Sequence[str]) -> Plan:
-    return Plan(tuple(Decision("params", home, "disk", 0, "") for home in homes))
+    return Plan(tuple(Decision("params", home, "disk", 0) for home in homes))
 
 
 def _causes(problem: PlanningProblem, sent: Sequence[str], error: DoesNotFit) -> tuple[tuple[str, int], ...]:
@@ -304,7 +303,7 @@ def _fastest(fixed: PlanningProblem, planned: Planned, candidates: Candidates, s
     # The bound is that of any choice of homes on disk.
     bound = None if planned.plan.certificate is None else candidates.certificate(problem.budgets.device, problem.budgets.host)
     minimum = min(planned.plan.minimum_device_bytes, candidate.plan.peak_bytes["device"])
-    planned = candidates.planned(_with_reasons(candidate.plan))
+    planned = candidates.planned(candidate.plan)
     planned = replace(planned, plan=replace(planned.plan, minimum_device_bytes=minimum, certificate=bound))
     check_worthwhile(varied, planned.plan)
     return varied, planned
@@ -346,8 +345,8 @@ def _on_device(
     while low < high:  # the most homes that fit
         count = (low + high + 1) // 2
         varied = replace(fixed, fixed_homes={**fixed.fixed_homes, **dict.fromkeys(order[:count], "device")})
-        sizes, why = param_nbytes(problem.step), "the device has room for it"
-        plan = candidate.plan.with_decisions([Decision("params", h, "device", sizes[h], why) for h in order[:count]])
+        sizes = param_nbytes(problem.step)
+        plan = candidate.plan.with_decisions([Decision("params", h, "device", sizes[h]) for h in order[:count]])
         tried = candidates.evaluate(plan)
         if fits(tried.plan, problem.budgets) and roomy(tried.schedule):
             low = count
@@ -360,14 +359,6 @@ def _on_device(
 def _moved(plan: Plan, problem: PlanningProblem, back: set[str]) -> Plan:
     """Returns the plan with its homes on disk as ``problem`` says; those that come ``back`` are on the host."""
     sizes = param_nbytes(problem.step)
-    there = [Decision("params", h, "disk", sizes[h], "") for h, tier in problem.fixed_homes.items() if tier == "disk"]
-    at_home = [Decision("params", home, "host", sizes[home], "the host has room for it") for home in back]
+    there = [Decision("params", h, "disk", sizes[h]) for h, tier in problem.fixed_homes.items() if tier == "disk"]
+    at_home = [Decision("params", home, "host", sizes[home]) for home in back]
     return plan.with_decisions([*there, *at_home])
-
-
-def _with_reasons(plan: Plan) -> Plan:
-    host = plan.peak_bytes.get("host", 0)
-    when = "fetched straight" if plan.disk_direct else f"read {plan.disk_lookahead} region(s) before it is fetched"
-    why = f"the host holds {gib(host)} without it; {when}"
-    decisions = (replace(d, reason=why) if d.kind == "params" and d.choice == "disk" else d for d in plan.decisions)
-    return replace(plan, decisions=tuple(decisions))

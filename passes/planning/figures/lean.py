@@ -14,13 +14,12 @@ from mtcompile.passes.planning.pace import with_pace
 FEW_HOMES = 5  # of which every choice is tried
 _SOME_HOMES = 12  # of which every count is tried; of more, a few counts, beginning with few plans
 _COUNTS, _STARTS = 6, 4
-_WHY = "on the device: the host is short of memory"
 
 
 def lean_starts(base: Plan, ladders: Sequence[Sequence[Plan]]) -> list[Plan]:
     """Returns ways to compute the step that need little memory. ``ladders``: the first plan of each needs least."""
     starts = [base, *(ladder[0] for ladder in ladders)]
-    return [*starts, *(one.with_decision(Decision("activation", "*", "device", 0, "")) for one in starts[:2])]
+    return [*starts, *(one.with_decision(Decision("activation", "*", "device", 0)) for one in starts[:2])]
 
 
 def lean_plans(starts: Sequence[Plan], sizes: Mapping[str, int]) -> Iterator[Plan]:
@@ -72,7 +71,7 @@ def _fullest(device: int, none: Plan, every: Plan, held: Sequence[int], filled: 
 
 def _with_on_device(plan: Plan, homes: Collection[str], sizes: Mapping[str, int]) -> Plan:
     """Returns the plan with some homes on the device, beside those that are there."""
-    decisions = tuple(Decision("params", home, "device", sizes[home], _WHY) for home in homes)
+    decisions = tuple(Decision("params", home, "device", sizes[home]) for home in homes)
     others = tuple(d for d in plan.decisions if d.kind != "params" or d.subject not in homes)
     return replace(plan, decisions=(*others, *decisions))
 

@@ -19,7 +19,6 @@ from mtcompile.passes.planning.linear.relaxation import Bounds, Chain, Relaxed, 
 
 T = TypeVar("T")
 Number = Literal["all", "few", "fewest"]  # of kinds of seeds
-_WHY = "by the linear program"
 _AHEAD = (1, 2, 3)  # blocks ahead that plans fetch
 SOLUTIONS, _BETWEEN = 23, 4  # solutions, and plans between each two of them
 _LAST = (SOLUTIONS - 1) * _BETWEEN  # the position of the last plan
@@ -248,14 +247,14 @@ class Rounding:
         for home, share in relaxed.resident.items():
             if base.params(home) == "disk":
                 continue
-            decisions.append(Decision("params", home, "device" if share > 0.5 else "host", sizes[home], _WHY))
+            decisions.append(Decision("params", home, "device" if share > 0.5 else "host", sizes[home]))
         on_host = {home: share for home, share in relaxed.staying.items() if relaxed.resident[home] <= 0.5}
         order = {home: float(place) for place, home in enumerate(on_host)}
         staying = _chosen(on_host, sizes, order if latest_stay else on_host)
-        decisions += [Decision("fetch", home, "keep", sizes[home], _WHY) for home in on_host if home in staying]
+        decisions += [Decision("fetch", home, "keep", sizes[home]) for home in on_host if home in staying]
         if any(values[again] > 0.0 for again in relaxed.choices.again.values()):
             # What a call makes again waits for the backward where it is.
-            decisions.append(Decision("activation", "*", "device", 0, _WHY))
+            decisions.append(Decision("activation", "*", "device", 0))
         for members in self._alike:
             totals: dict[Option, float] = defaultdict(float)
             away = round(sum(relaxed.away(block.index) for block in members))
@@ -322,8 +321,8 @@ def _apart(kept: Sequence[Choice], again: int) -> list[Choice]:
 
 def _block_decisions(block: Block, option: Option, place: Choice) -> list[Decision]:
     tier: Choice = "device" if option.tier == "device" else "host"
-    decisions = [variant_decision(block.name, block.saved, option.variant, _WHY)]
+    decisions = [variant_decision(block.name, block.saved, option.variant)]
     values = [(block.saved[i], tier) for i in option.variant.positions]
     values += [(value, place) for value in block.crossing]
     values += [(value, place if block.saved else "device") for value in block.others]  # calls in between would send those home
-    return decisions + [Decision("activation", value.name, where, value.meta["nbytes"], _WHY) for value, where in values]
+    return decisions + [Decision("activation", value.name, where, value.meta["nbytes"]) for value, where in values]

@@ -96,7 +96,7 @@ def test_variants_take_as_long_as_their_kernels() -> None:
     assert len(inside) == 2
     for block in candidates.blocks:
         for variant in block.hull:
-            plan = whole.with_decision(variant_decision(block.name, block.saved, variant, ""))
+            plan = whole.with_decision(variant_decision(block.name, block.saved, variant))
             assert us(plan) - us(whole) == pytest.approx(variant.time_us), (block.name, variant)
 
 
