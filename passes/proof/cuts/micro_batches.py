@@ -21,27 +21,26 @@ a gradient of such a value arrives at micro-batch m as that of a loss does. It i
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from mtcompile.passes.cuts.checks.values import (
-    Layout,
-    Operand,
-    Strided,
-    Values,
-    layout_of,
-    same_constants,
-    same_input,
-    same_phase,
-    strided,
-)
 from mtcompile.passes.joint.batch.joining import Joining, Micro
 from mtcompile.passes.joint.loss_weights import Weights
+from mtcompile.passes.proof.cuts.numbering import (
+    CutNumbers,
+    Inputs,
+    Layout,
+    Results,
+    Strided,
+    check_computed,
+    layout_of,
+    strided,
+)
 from mtcompile.passes.proof.same_computation import expect
+from mtcompile.passes.proof.values import Operand
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, inputs_of, outputs_of, restride
 
 aten: Any = torch.ops.aten
@@ -50,40 +49,22 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def check_micro_batches(one: fx.GraphModule, several: fx.GraphModule, micro: Micro, joining: Joining) -> None:
     """Raises SameComputationError unless ``several`` computes the results of ``micro.count`` times ``one``, put together."""
-    values = _Named()
-    expected = _Expected(one, micro, joining, values)
-    wanted = expected.results()
-    runs = Counter(values.restart())
-    same_constants(one, several)
-    env: dict[fx.Node, int] = {}
-    taken = dict(expected.inputs)
-    for spec, node in inputs_of(several):
-        expect(spec in taken, lambda s=spec: f"the inputs of each micro-batch, found {s}")
-        env[node] = values.of(_input(spec), None)
-        same_input(spec, taken.pop(spec), node)
-    expect(not taken, lambda: f"the inputs of each micro-batch, found none for {[spec.name for spec in taken]}")
-    values.calls(several, env)
-    expect(runs == Counter(values.restart()), lambda: "the random numbers and checks of each micro-batch, in its phases")
-    for result, node in outputs_of(several):
-        expect(result in wanted, lambda r=result: f"the results of each micro-batch, found {r}")
-        number, like = wanted.pop(result)
-        expect(number == env[node], lambda r=result: f"{r.kind} {r.name} to be put together from those of each micro-batch")
-        same_phase(f"{result.kind} {result.name}", like, node)
-    expect(not wanted, lambda: f"the results of each micro-batch, found none for {[spec.name for spec in wanted]}")
+    numbers = _Named()
+    expected = _Expected(one, micro, joining, numbers)
+    check_computed(numbers, one, several, expected.inputs, expected.results())
 
 
-class _Named(Values):
+class _Named(CutNumbers):
     """``suffix``: of the names that a micro-batch's operations have. What they draw goes by names: which numbers of the stream
-    those are is for the order of regions to say."""
+    those are, and what runs first, is for the order of regions to say."""
 
     suffix = ""
 
     def draw(self, node: fx.Node) -> Any:
         return node.name + self.suffix
 
-
-def _input(spec: InputSpec) -> tuple[Any, ...]:
-    return "input", spec.role, spec.name, spec.index
+    def restart(self) -> list[tuple[int, str]]:
+        return sorted(super().restart())
 
 
 class _Expected:
@@ -93,7 +74,8 @@ class _Expected:
 
     def __init__(self, one: fx.GraphModule, micro: Micro, joining: Joining, values: _Named) -> None:
         self.one, self.micro, self.joining, self.values = one, micro, joining, values
-        self.inputs: dict[InputSpec, Strided] = {}
+        self._operation = values.operation
+        self.inputs: Inputs = {}
         self.numbers: list[dict[fx.Node, int]] = [{} for _ in range(micro.count)]
         self.wholes: dict[fx.Node, int] = {}
         self.shares: dict[int | str, list[int]] = {}
@@ -110,9 +92,9 @@ class _Expected:
         self._number_inputs()
         self._number_calls()
 
-    def results(self) -> dict[OutputSpec, tuple[int, fx.Node]]:
+    def results(self) -> Results:
         """Returns what each result is to be, and the captured node that it is of."""
-        results: dict[OutputSpec, tuple[int, fx.Node]] = {}
+        results: Results = {}
         params = {spec.index for spec in self.one.meta["inputs"] if spec.role == "param"}
         for spec, value in outputs_of(self.one):
             if spec.kind == "grad" and spec.index in self.micro.split:
@@ -155,15 +137,16 @@ class _Expected:
     def _number_inputs(self) -> None:
         for spec, node in inputs_of(self.one):
             if spec.role == "tangent":
-                self.inputs[spec] = self._arriving(spec.index, self.outputs[spec.index].meta["val"])
-                self.tangents[node] = self.values.of(_input(spec), self.inputs[spec][0])
+                arriving = self._arriving(spec.index, self.outputs[spec.index].meta["val"])
+                self.inputs[spec] = self.values.input(spec, arriving)
+                self.tangents[node] = self.inputs[spec][0]
                 self.of_output[node] = spec
                 continue
             own = spec.role == "input" and spec.index in self.micro.split
             for m, numbers in enumerate(self.numbers):
                 of_micro = self.micro.spec(spec, m) if own else spec
-                self.inputs[of_micro] = strided(node.meta["val"])
-                numbers[node] = self.values.of(_input(of_micro), layout_of(node))
+                self.inputs[of_micro] = self.values.input(of_micro, strided(node.meta["val"]))
+                numbers[node] = self.inputs[of_micro][0]
 
     def _number_calls(self) -> None:
         """Numbers each operation when what it reads is numbered: what is computed once is there after reductions, and what a
@@ -188,7 +171,7 @@ class _Expected:
         node: fx.Node,
         numbers: dict[fx.Node, int],
         read: Callable[[fx.Node], int | None],
-        changed: Callable[[Any], Any] = tuple,
+        changed: Callable[[Any], Any] | None = None,
     ) -> bool:
         """Numbers an operation of what ``read`` gives; returns False if some of it is not known yet."""
         operands = {operand: read(operand) for operand in node.all_input_nodes}
@@ -251,7 +234,7 @@ class _Expected:
             return self._share(whole, tangent, spec.index, m, self.joining.weights[spec.index])
         rows, layout = val.shape[dim], layout_of(tangent)
         part = self._operation(aten.slice.Tensor, Operand(whole), dim, m * rows, (m + 1) * rows, layout=layout)
-        if self.inputs[spec][1] == tuple(val.stride()):
+        if self.inputs[spec][1][1] == tuple(val.stride()):
             return part
         return self._operation(restride, Operand(part), tuple(val.shape), tuple(val.stride()), layout=layout)
 
@@ -326,7 +309,4 @@ class _Expected:
         return total
 
     def _cast(self, number: int, layout: Layout) -> int:
-        return self.values.operation(aten._to_copy.default, (Operand(number),), layout, (("dtype", layout.dtype),))
-
-    def _operation(self, target: Any, *args: Any, layout: Layout | None) -> int:
-        return self.values.operation(target, args, layout)
+        return self._operation(aten._to_copy.default, Operand(number), layout=layout, kwargs={"dtype": layout.dtype})
