@@ -49,7 +49,7 @@ class _Chunks(Parts):
         }
 
     def _each_row(self, call: Call) -> int | None:
-        """log_softmax(v, dim, ...), and its backward of (g, p, dim, ...), along another dimension than that of rows."""
+        """Numbers log_softmax(v, dim, ...), and its backward of (g, p, dim, ...), along another dimension than that of rows."""
         count = sum(type(arg) is Operand for arg in call.args)
         return self.of_parts(call, ([0] * count, 0)) if call.args[count] % len(call.layout.shape) else None
 

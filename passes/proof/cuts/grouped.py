@@ -52,7 +52,7 @@ class Groups(Parts):
         return self.of(("range", call.args[0]), call.layout) if plain else None
 
     def _from_range(self, call: Call, kind: str) -> int | None:
-        """range + first, range - first and range >= first."""
+        """Numbers range + first, range - first and range >= first."""
         if call.kwargs or len(call.keys) != 2 or call.keys[0][:1] != ("range",) or (first := _first(call.keys[1])) is None:
             return None
         return self.of((kind, call.keys[0][1], *first), call.layout)

@@ -49,14 +49,14 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def check_micro_batches(one: fx.GraphModule, several: fx.GraphModule, micro: Micro, joining: Joining) -> None:
     """Raises SameComputationError unless ``several`` computes the results of ``micro.count`` times ``one``, put together."""
-    numbers = _Named()
+    numbers = _MicroNumbers()
     expected = _Expected(one, micro, joining, numbers)
     check_computed(numbers, one, several, expected.inputs, expected.results())
 
 
-class _Named(CutNumbers):
-    """``suffix``: of the names that a micro-batch's operations have. What they draw goes by names: which numbers of the stream
-    those are, and what runs first, is for the order of regions to say."""
+class _MicroNumbers(CutNumbers):
+    """Numbers of the values of micro-batches. ``suffix``: of the names that the operations of the current one have. What they
+    draw goes by names: which numbers of the stream those are, and what runs first, is for the order of regions to say."""
 
     suffix = ""
 
@@ -68,11 +68,11 @@ class _Named(CutNumbers):
 
 
 class _Expected:
-    """What the results of all micro-batches are to be. ``inputs``: that they take, with their layouts; ``numbers``: of each
-    micro-batch's values; ``wholes``: of those that are put together or computed once; ``shares``: the w_m of a loss or
+    """Numbers of the results that all micro-batches are to have. ``inputs``: that they take; ``numbers``: of each micro-batch's
+    values; ``wholes``: of those that are put together or computed once; ``shares``: the w_m of a loss or
     reduction; ``own``: what depends on the inputs that are cut."""
 
-    def __init__(self, one: fx.GraphModule, micro: Micro, joining: Joining, values: _Named) -> None:
+    def __init__(self, one: fx.GraphModule, micro: Micro, joining: Joining, values: _MicroNumbers) -> None:
         self.one, self.micro, self.joining, self.values = one, micro, joining, values
         self._operation = values.operation
         self.inputs: Inputs = {}
@@ -101,16 +101,12 @@ class _Expected:
                 for m in range(self.micro.count):
                     own = self.micro.spec(InputSpec("input", spec.name, spec.index), m)
                     results[OutputSpec("grad", own.index, own.name)] = self.numbers[m][value], value
-                continue
-            if spec.kind == "grad":
-                number = self._gradient(value, self.micro.wide and spec.index in params)
-            elif value in self.wholes:
-                number = self.wholes[value]
-            elif spec.kind == "mutation":
-                number = self.numbers[-1][value]
+            elif spec.kind == "grad":
+                results[spec] = self._gradient(value, self.micro.wide and spec.index in params), value
+            elif value in self.wholes or spec.kind == "mutation":
+                results[spec] = self.wholes.get(value, self.numbers[-1].get(value, -1)), value
             else:
-                number = self._output(spec.index, value)
-            results[spec] = number, value
+                results[spec] = self._output(spec.index, value), value
         return results
 
     def _gradient(self, value: fx.Node, in_fp32: bool) -> int:
@@ -137,10 +133,8 @@ class _Expected:
     def _number_inputs(self) -> None:
         for spec, node in inputs_of(self.one):
             if spec.role == "tangent":
-                arriving = self._arriving(spec.index, self.outputs[spec.index].meta["val"])
-                self.inputs[spec] = self.values.input(spec, arriving)
-                self.tangents[node] = self.inputs[spec][0]
-                self.of_output[node] = spec
+                self.inputs[spec] = self.values.input(spec, self._arriving(spec.index, self.outputs[spec.index].meta["val"]))
+                self.tangents[node], self.of_output[node] = self.inputs[spec][0], spec
                 continue
             own = spec.role == "input" and spec.index in self.micro.split
             for m, numbers in enumerate(self.numbers):
@@ -184,9 +178,9 @@ class _Expected:
     def _reader(self, node: fx.Node, m: int) -> Callable[[fx.Node], int | None]:
         def read(operand: fx.Node) -> int | None:
             if "once" in operand.meta:  # a gradient of what is made of reductions, or a tangent of it
-                name = str(node.meta.get("weighs", ""))
-                whole = self._whole(operand)
-                return None if whole is None else self._share(whole, operand, name, m, self._weights(name))
+                name, whole = str(node.meta.get("weighs", "")), self._whole(operand)
+                weights = self.joining.parts[name] if name else Weights("equal")
+                return None if whole is None else self._share(whole, operand, name, m, weights)
             if operand in self.tangents:
                 return self._tangent(operand, m)
             if m and operand in self.next:
@@ -195,15 +189,10 @@ class _Expected:
 
         return read
 
-    def _weights(self, name: str) -> Weights:
-        return self.joining.parts[name] if name else Weights("equal")
-
     def _whole(self, operand: fx.Node) -> int | None:
         """Numbers a value of all micro-batches: put together, computed once, or the same in each."""
-        if operand in self.tangents:
-            return self.tangents[operand]
-        if operand in self.wholes:
-            return self.wholes[operand]
+        if operand in self.tangents or operand in self.wholes:
+            return self.tangents.get(operand, self.wholes.get(operand))
         if "once" in operand.meta or "reduces" in operand.meta or any(operand not in numbers for numbers in self.numbers):
             return None
         alike = operand not in self.own or len({numbers[operand] for numbers in self.numbers}) == 1

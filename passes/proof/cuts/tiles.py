@@ -41,8 +41,8 @@ def check_tiles(whole: fx.GraphModule, tiled: fx.GraphModule) -> None:
 
 
 class _Tiles(CutNumbers):
-    """``sized``: the whole graph's operations with a shape among their arguments, by all other arguments; ``results``: of each
-    call that runs a program in tiles."""
+    """Numbers of values, also inside tiles. ``sized``: the whole graph's operations with a shape among their arguments, by all
+    other arguments; ``results``: of each call that runs a program in tiles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Tiles(CutNumbers):
         return self.results[number][item]
 
     def _body(self, program: Program, body: fx.GraphModule, size: int, operands: list[Any]) -> list[int]:
-        """Numbers what a program makes of all rows, by its operations in a tile of so many."""
+        """Numbers the results of a program for all rows, by its operations in a tile of so many."""
         env: dict[fx.Node, int] = {}
         kinds: dict[fx.Node, str] = {}  # "tile", "whole" or "sum"
         for node, take, operand in zip(placeholders(body.graph), program.takes, operands, strict=True):
@@ -114,7 +114,7 @@ class _Tiles(CutNumbers):
         if node.target is operator.getitem and before == {"several"}:
             call: Any = node.args[0]
             summed = call.target is aten.native_layer_norm_backward.default and node.args[1] != 0
-            return "sum" if summed else self._tile_or_nothing(node, env, rows, size)
+            return "sum" if summed else self._expect_tile(node, env, rows, size)
         expect("sum" not in before, lambda: f"{node.name} to read no sum over some of the rows")
         if (part := layout_of(node)) is None:
             expect("tile" in before, lambda: f"{node.name} to read a tile")
@@ -124,9 +124,9 @@ class _Tiles(CutNumbers):
                 return "whole"
             expect(self._sums(node, env), lambda: f"{node.name} to be a sum over rows, or in rows")
             return "sum"
-        return self._tile_or_nothing(node, env, rows, size)
+        return self._expect_tile(node, env, rows, size)
 
-    def _tile_or_nothing(self, node: fx.Node, env: dict[fx.Node, int], rows: int, size: int) -> str:
+    def _expect_tile(self, node: fx.Node, env: dict[fx.Node, int], rows: int, size: int) -> str:
         is_tile = _is_tile(layout_of(node), self.layouts[env[node]], rows, size)
         expect(is_tile, lambda: f"{node.name} to be a tile of {self.layouts[env[node]]}, found {layout_of(node)}")
         return "tile"
