@@ -36,8 +36,6 @@ from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts import fastest
-from mtcompile.passes.cuts.checks.loss_weights import check_weights
-from mtcompile.passes.cuts.checks.micro_batches import check_micro_batches
 from mtcompile.passes.cuts.form import WHOLE, Check, Form, cut_joint, first_form, in_rows, told_head
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
@@ -54,6 +52,8 @@ from mtcompile.passes.planning.disk.without import may_fit_without, planned_with
 from mtcompile.passes.planning.planner import homes_of_rows, may_be_resident, plan_like, resident_plan, structure
 from mtcompile.passes.planning.policies import KEEP_STATE
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, Solved, leaves_room
+from mtcompile.passes.proof.cuts.loss_weights import check_weights
+from mtcompile.passes.proof.cuts.micro_batches import check_micro_batches
 from mtcompile.passes.proof.same_computation import same_computation
 from mtcompile.passes.proof.schedule import Given, check_schedule
 from mtcompile.passes.rewrites.collectives import check_reads

@@ -12,14 +12,14 @@ import torch
 from torch import fx
 
 from mtcompile.passes.analysis.rows import fetched_by_rows
-from mtcompile.passes.cuts.checks.chunks import check_chunks
-from mtcompile.passes.cuts.checks.tiles import check_tiles
-from mtcompile.passes.cuts.fragments.check import check_cut
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights, cuts_of
-from mtcompile.passes.cuts.rows.check import check_rows
 from mtcompile.passes.cuts.rows.take import take_rows
 from mtcompile.passes.cuts.tiles.rewrite import tile_tokens, tiles_contract
 from mtcompile.passes.joint.loss_head import chunk_loss, largest_logits, narrow_logits, returned_logits
+from mtcompile.passes.proof.cuts.chunks import check_chunks
+from mtcompile.passes.proof.cuts.fragments import check_fragments
+from mtcompile.passes.proof.cuts.rows import check_rows
+from mtcompile.passes.proof.cuts.tiles import check_tiles
 from mtcompile.passes.step_graph import copy_step, storage_nbytes
 from mtcompile.runtime.schedule import gib
 
@@ -152,7 +152,7 @@ def cut_joint(joint: fx.GraphModule, form: Form, known: dict[Form, Rewritten]) -
             return uncut_weights
         rewritten = copy_step(whole)
         split = cut_weights(rewritten, form.cut)
-        check_cut(whole, rewritten, form.cut.splits)
+        check_fragments(whole, rewritten, form.cut.splits)
         return Rewritten(rewritten, replace(uncut, cut=form.cut), contract + split, checks)
     if form not in known:
         known[form] = _without_cut(joint, form)

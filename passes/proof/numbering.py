@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
-from mtcompile.passes.analysis.kernels import Operand
 from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.analysis.slices import grouped_operands, is_sliceable, slice_view
 from mtcompile.passes.generators import replay, save_rng
+from mtcompile.passes.proof.values import Key, Operand, ValueNumbers, arguments, frozen, phase_of
 from mtcompile.passes.step_graph import (
     all_gather,
     body_outputs,
@@ -40,22 +39,20 @@ from mtcompile.passes.step_graph import (
 Number = tuple[Any, ...]  # what a value is; of an operation's result, one integer
 
 
-class Numbering:
-    """Value numbers that several graphs share. ``stream``: how many random operations the current graph has run.
-    ``drawn_in``: the phase of each of them, by its place in the stream. ``device``: whose generator is drawn from.
-    ``slices``: of values of which only the slices with rows are there, the whole value and where the rows end.
-    ``named``: of parameters of which the captured graph takes rows, at home, what names these."""
+class Numbering(ValueNumbers):
+    """Numbers of the values of joint and step graphs. ``device``: whose generator is drawn from; ``drawn_in``: the phase of
+    each random operation, in order. ``slices``: of values of which only the slices with rows are there, the whole value and
+    where the rows end. ``named``: of parameters of which the captured graph takes rows, at home, what names these."""
 
     def __init__(self, device: str) -> None:
-        self.numbers: dict[Any, int] = {}
+        super().__init__()
         self.device = device
-        self.stream = 0
         self.drawn_in: list[str] = []
         self.slices: dict[Number, tuple[Number, Number]] = {}
         self.named: dict[Number, tuple[Rows, tuple[Number, ...]]] = {}
 
-    def of(self, key: Any) -> Number:
-        return (self.numbers.setdefault(key, len(self.numbers)),)
+    def of(self, key: Key) -> Number:
+        return (self.number(key),)
 
     def restart(self) -> list[str]:
         """Begins the next graph; returns the phases in which the last one drew random numbers, in order."""
@@ -122,7 +119,7 @@ class Numbering:
 
     def _cast(self, value: Number, cast: Mapping[str, Any]) -> Number:
         """Numbers a cast as the operation that it is."""
-        return self.of((str(torch.ops.aten._to_copy.default), repr(((Operand(value),), dict(cast))), None))
+        return self.of((torch.ops.aten._to_copy.default, (Operand(value),), frozen(sorted(cast.items())), None))
 
     def _body(self, kernel: fx.GraphModule, operands: list[Number], phase: str) -> tuple[Number, ...]:
         numbers: dict[fx.Node, Number] = dict(zip(placeholders(kernel.graph), operands, strict=True))
@@ -154,23 +151,22 @@ class Numbering:
         if self.slices and (number := self._on_slices(node, numbers, phase)) is not None:
             return number
         if node.target is save_rng:
-            return ("state", self.stream, node.args[0])
+            return ("state", self.stream + 1, node.args[0])
+        operands, keywords = arguments(node, numbers)
         if node.target is replay:
-            state, device, target, *operands = map_arg(node.args, lambda n: Operand(numbers[n]))
-            if state.number[:1] + state.number[2:] != ("state", device) or device != self.device:
-                return self.of(("replayed elsewhere", state.number, device))
-            keywords = map_arg(node.kwargs, lambda n: Operand(numbers[n]))
-            return self.of((str(target), repr((tuple(operands), keywords)), state.number[1]))
-        operands, keywords = map_arg((node.args, node.kwargs), lambda n: Operand(numbers[n]))
-        if node.target is torch.ops.aten.clone.default and not node.kwargs:
+            state, (device, target) = operands[0].number, node.args[1:3]
+            if state[:1] + state[2:] != ("state", device) or device != self.device:
+                return self.of(("replayed elsewhere", state, device))
+            return self.of((target, operands[3:], keywords, state[1]))
+        if node.target is torch.ops.aten.clone.default and not keywords:
             return operands[0].number  # the same bits in memory of their own
         if node.target is operator.getitem:
             return self.of(("item", operands[0].number, operands[1]))
         place = None
         if is_random(node):
-            place, self.stream = self.stream, self.stream + 1
+            place = self.draw(node)
             self.drawn_in.append(phase)
-        return self.of((str(node.target), repr((tuple(operands), keywords)), place))
+        return self.of((node.target, operands, keywords, place))
 
 
 def over_ranks(collective: Any, value: Number) -> Number:
@@ -178,11 +174,6 @@ def over_ranks(collective: Any, value: Number) -> Number:
     if collective is all_gather and value[0] == "part":
         return value[1:]
     return (collective.__name__, *value)
-
-
-def phase_of(node: fx.Node) -> str:
-    """The phase of an operation of a joint graph."""
-    return str(node.meta["region"][0] if "region" in node.meta else node.meta["phase"])
 
 
 def _updated(node: fx.Node, values: list[Number]) -> tuple[Number, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from torch import fx
 from mtcompile.passes.analysis.memory import owner
 from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.generators import generator_nbytes, save_rng
-from mtcompile.passes.proof.numbering import Number, Numbering, over_ranks, phase_of
+from mtcompile.passes.proof.numbering import Number, Numbering, over_ranks
+from mtcompile.passes.proof.values import phase_of
 from mtcompile.passes.step_graph import (
     MOVES_OF_ROWS,
     TIER_OF_MOVE,
@@ -65,6 +67,17 @@ def expect(condition: bool, what: Callable[[], str]) -> None:
         raise SameComputationError(f"I5: expected {what()}")
 
 
+@contextmanager
+def well_formed(what: str) -> Iterator[None]:
+    """Raises SameComputationError for a graph of so wrong a form that it cannot be checked. ``what``: was expected."""
+    try:
+        yield
+    except SameComputationError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise SameComputationError(f"I5: expected {what}, found {error!r}") from error
+
+
 def same_computation(joint: fx.GraphModule, step: fx.GraphModule) -> None:
     """Raises SameComputationError unless ``step`` computes the outputs of ``joint`` by the same operations, under the same
     names, from the same inputs, and describes each of its values as it is."""
@@ -73,10 +86,8 @@ def same_computation(joint: fx.GraphModule, step: fx.GraphModule) -> None:
     numbering = Numbering(joint.meta["device"])
     captured = numbering.joint(joint.graph)
     drawn = numbering.restart()
-    try:
+    with well_formed("a step graph whose calls match their kernels"):
         rewritten = numbering.step(step, rows)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise SameComputationError(f"I5: expected a step graph whose calls match their kernels, found {error!r}") from error
     drawn_again = numbering.restart()
     expect(
         len(drawn) == len(drawn_again),

@@ -48,6 +48,20 @@ def test_imports_point_from_mtcompile_to_passes_to_runtime() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_proofs_import_neither_planning_nor_what_rewrites() -> None:
+    """Only what describes how micro-batches are put together, which has to be the same for both."""
+    described = {"mtcompile.passes.joint.batch.joining", "mtcompile.passes.joint.loss_weights"}
+    rewriting = tuple(f"mtcompile.passes.{room}" for room in ("planning", "cuts", "rewrites", "joint", "lower"))
+    wrong = [
+        f"{name_of(path)}:{line}: imports {module}"
+        for path in sources("passes")
+        if name_of(path).startswith("passes/proof/")
+        for module, name, line in imports_of(path)
+        if f"{module}.{name}".startswith(rewriting) and module not in described
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
     groups = circles({module_name(path): imports_of(path) for path in sources(*LAYERS)})
     assert not groups, "\n".join(" and ".join(group) for group in groups)

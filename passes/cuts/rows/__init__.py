@@ -1,1 +1,1 @@
-"""Embeddings of which a step holds only the rows that its batch names: the joint graph with these, and its proof."""
+"""Embeddings of which a step holds only the rows that its batch names: the joint graph with these."""

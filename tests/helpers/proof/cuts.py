@@ -197,6 +197,12 @@ def _programs(program: Program) -> Iterator[tuple[str, Program]]:
         whole = program.makes[place].whole
         makes = (*program.makes[:place], replace(program.makes[place], shape=whole, dim=0), *program.makes[place + 1 :])
         yield "a sum as rows", replace(program, makes=makes)
+    for field in ("takes", "makes"):
+        tiled = getattr(program, field)
+        place = next(place for place, each in enumerate(tiled) if each.dim >= 0)
+        for changes in ({"length": tiled[place].length + 1}, {"strides": (1,) * len(tiled[place].whole)}):
+            changed = (*tiled[:place], replace(tiled[place], **changes), *tiled[place + 1 :])
+            yield f"other {next(iter(changes))}", replace(program, **{field: changed})
     yield "other rows", replace(program, size=program.size // 2)
     names = [node.name for node in program.tile.graph.nodes if node.op == "call_function"]
     for name in names:

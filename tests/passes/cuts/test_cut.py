@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ from torch import fx, nn
 
 from mtcompile.capture.tracing import trace_joint
 from mtcompile.kernels.same_bits import has_same_bits
-from mtcompile.passes.cuts.fragments.check import check_cut
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights, possible_cuts
 from mtcompile.passes.cuts.fragments.linear import linears
 from mtcompile.passes.graph_json import graph_from_json, graph_to_json
 from mtcompile.passes.joint.build import build
+from mtcompile.passes.proof.cuts.fragments import check_fragments
 from mtcompile.passes.proof.same_computation import SameComputationError
 from mtcompile.passes.step_graph import copy_step, fragments_of, inputs_of, outputs_of
 from tests.helpers.tracing import values
@@ -86,7 +87,7 @@ def test_a_whole_weight_for_the_input_gradient_gives_the_same_bits(
         for parts in (2, 16):
             cut, by = copy_step(joint), Cut(rows * last * dtype.itemsize // parts, gathers=True)
             assert cut_weights(cut, by) == []
-            check_cut(joint, cut, splits=False)
+            check_fragments(joint, cut, splits=False)
             assert "second.weight" in {part.parameter for part in fragments_of(cut).values()}
             fragmented = values(cut, inputs)
             assert whole.keys() == fragmented.keys()
@@ -157,10 +158,10 @@ def _cut(splits: bool = True) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 
 def test_a_cut_is_proven() -> None:
-    check_cut(*_cut(), splits=True)
-    check_cut(*_cut(splits=False), splits=False)
-    with pytest.raises(SameComputationError, match=r"gradient|from whole weights"):  # sums that nobody asked to split
-        check_cut(*_cut(), splits=False)
+    check_fragments(*_cut(), splits=True)
+    check_fragments(*_cut(splits=False), splits=False)
+    with pytest.raises(SameComputationError, match=r"grad .* to be computed"):  # sums that nobody asked to split
+        check_fragments(*_cut(), splits=False)
 
 
 def _swap_weights(cut: fx.GraphModule) -> None:
@@ -197,9 +198,34 @@ def _gradients_swapped(cut: fx.GraphModule) -> None:
     cut.graph.output_node().args = (tuple(order),)
 
 
-@pytest.mark.parametrize("corrupt", [_swap_weights, _other_rows, _other_order, _summed_twice, _gradients_swapped])
+def _described_otherwise(cut: fx.GraphModule) -> None:
+    node = _of_target(cut, torch.ops.aten.relu.default)[0]
+    node.meta["val"] = node.meta["val"].double()
+
+
+def _rows_missing(cut: fx.GraphModule) -> None:
+    first = next(spec for spec, _ in inputs_of(cut) if spec.fragment)
+    assert first.fragment is not None
+    fewer = replace(first, fragment=replace(first.fragment, end=first.fragment.end - 1))
+    cut.meta["inputs"] = tuple(fewer if spec == first else spec for spec in cut.meta["inputs"])
+
+
+def _drawn_once_more(cut: fx.GraphModule) -> None:
+    relu = _of_target(cut, torch.ops.aten.relu.default)[0]
+    with cut.graph.inserting_before(relu):
+        drawn = cut.graph.call_function(torch.ops.aten.bernoulli.p, (relu.args[0], 0.5))
+    drawn.meta = dict(relu.meta)
+
+
+CORRUPTIONS = [
+    _swap_weights, _other_rows, _other_order, _summed_twice, _gradients_swapped, _described_otherwise, _rows_missing,
+    _drawn_once_more,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("corrupt", CORRUPTIONS)
 def test_a_wrong_cut_is_refused(corrupt: Callable[[fx.GraphModule], None]) -> None:
     whole, cut = _cut()
     corrupt(cut)
     with pytest.raises(SameComputationError):
-        check_cut(whole, cut, splits=True)
+        check_fragments(whole, cut, splits=True)

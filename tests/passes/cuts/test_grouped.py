@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from mtcompile.capture.tracing import Traced
-from mtcompile.passes.cuts.fragments.check import check_cut
 from mtcompile.passes.cuts.fragments.cut import Cut, cut_weights, possible_cuts
 from mtcompile.passes.cuts.fragments.grouped import groups
+from mtcompile.passes.proof.cuts.fragments import check_fragments
 from mtcompile.passes.proof.same_computation import SameComputationError
 from mtcompile.passes.step_graph import copy_step, fragments_of
 from tests.helpers.tracing import trace, values
@@ -65,7 +65,7 @@ def test_experts_in_fragments_have_the_bits_of_whole_ones(dtype: torch.dtype) ->
     assert {each.spec.name for each in groups(whole.joint)} == {"up", "down"}
     for cut in possible_cuts(whole.joint, "exact")[1:]:
         joint = cut_of(whole.joint, cut)
-        check_cut(whole.joint, joint, splits=False)
+        check_fragments(whole.joint, joint, splits=False)
         counts.add(sum(part.parameter == "up" for part in fragments_of(joint).values()))
         results = values(joint, whole.inputs)
         assert all(torch.equal(expected[name], results[name]) for name in expected)
@@ -95,10 +95,10 @@ def _corrupted(joint: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
 def test_graphs_that_compute_other_rows_are_refused() -> None:
     whole = traced().joint
     joint, refused = cut_of(whole, possible_cuts(whole, "exact")[1]), []
-    check_cut(whole, joint, splits=False)
+    check_fragments(whole, joint, splits=False)
     for what, corrupted in _corrupted(joint):
         with pytest.raises(SameComputationError):
-            check_cut(whole, corrupted, splits=False)
+            check_fragments(whole, corrupted, splits=False)
             pytest.fail(what)
         refused.append(what)
     assert len(refused) == 8

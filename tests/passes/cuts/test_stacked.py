@@ -11,9 +11,9 @@ from torch import fx, nn
 
 from mtcompile.capture.tracing import trace_joint
 from mtcompile.kernels.same_bits import has_same_bits
-from mtcompile.passes.cuts.fragments.check import check_cut
 from mtcompile.passes.cuts.fragments.cut import Cut, cut_weights
 from mtcompile.passes.cuts.fragments.stacked import stacks
+from mtcompile.passes.proof.cuts.fragments import check_fragments
 from mtcompile.passes.proof.same_computation import SameComputationError
 from mtcompile.passes.step_graph import copy_step, fragments_of
 from tests.helpers.tracing import values
@@ -54,7 +54,7 @@ def test_a_cut_along_the_stack_keeps_all_bits(parts: int, dtype: torch.dtype) ->
     model = Stack(dtype=dtype)
     joint, cut, inputs = _cut(model, nbytes := -(-model.up.nbytes // parts))
     assert {each.parameter for each in fragments_of(cut).values()} >= {"up", "down", "frozen"}
-    check_cut(joint, cut, splits=False)
+    check_fragments(joint, cut, splits=False)
     whole, fragments = values(joint, inputs), values(cut, inputs)
     assert whole.keys() == fragments.keys()
     equal = all(torch.equal(whole[name], fragments[name]) for name in whole)
@@ -85,4 +85,4 @@ def test_a_wrong_cut_is_refused(corrupt: Callable[[fx.GraphModule], None]) -> No
     whole, cut, _ = _cut(Stack(), NBYTES // 4)
     corrupt(cut)
     with pytest.raises(SameComputationError):
-        check_cut(whole, cut, splits=False)
+        check_fragments(whole, cut, splits=False)

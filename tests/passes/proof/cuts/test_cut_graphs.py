@@ -12,21 +12,22 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from mtcompile.passes.cuts.checks.chunks import check_chunks
-from mtcompile.passes.cuts.checks.loss_weights import check_weights
-from mtcompile.passes.cuts.checks.micro_batches import check_micro_batches
-from mtcompile.passes.cuts.checks.tiles import check_tiles
 from mtcompile.passes.cuts.tiles.rewrite import tile_tokens
 from mtcompile.passes.joint.accumulate import repeat
 from mtcompile.passes.joint.batch.joining import Micro, joining_of
 from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.joint.loss_weights import Weights
+from mtcompile.passes.proof.cuts.chunks import check_chunks
+from mtcompile.passes.proof.cuts.loss_weights import check_weights
+from mtcompile.passes.proof.cuts.micro_batches import check_micro_batches
+from mtcompile.passes.proof.cuts.tiles import check_tiles
 from mtcompile.passes.proof.same_computation import SameComputationError
 from mtcompile.passes.step_graph import copy_step, inputs_of
 from tests.helpers.models import CASES, Gpt, Small, tokens
 from tests.helpers.proof import cuts
 from tests.helpers.tracing import trace, traced_case
 
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 Check = Callable[[fx.GraphModule], None]
 
 
@@ -133,7 +134,8 @@ def test_tiles_of_the_same_operations_are_accepted_and_no_others(dtype: torch.dt
             refused[kind] += 1
         else:
             assert not _differs(tiled, mutant), f"{kind}: accepted"
-    assert refused.keys() >= {"exchanged operands", "another operand in a tile", "a sum as rows", "other rows"}, refused
+    kinds = {"exchanged operands", "another operand in a tile", "a sum as rows", "other rows", "other length"}
+    assert refused.keys() >= kinds, refused
 
 
 @pytest.mark.slow
@@ -147,6 +149,18 @@ def test_every_model_is_accepted(case: str) -> None:
         micro = _micro(joint, 2, wide=chunks > 2)
         joining = joining_of(joint, micro)
         check_micro_batches(cut, repeat(cut, micro, joining), micro, joining)
+
+
+def test_a_view_of_another_shape_than_it_is_described_as_is_refused() -> None:
+    cut, check = chunked(trace(Head(), _data()).joint)
+    views = [node.name for node in cut.graph.nodes if node.target in VIEWS]
+    for name in views:
+        mutant = copy_step(cut)
+        (node,) = (each for each in mutant.graph.nodes if each.name == name)
+        node.update_arg(1, [*node.args[1], 1])
+        with pytest.raises(SameComputationError):
+            check(mutant)
+    assert views
 
 
 class Shifted(nn.Module):

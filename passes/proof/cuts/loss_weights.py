@@ -7,8 +7,7 @@ For labels y that are a micro-batch's own, and a number c, these rules alone:
     nll_loss(p, y, sum)[0]                   added up
     view, cast, neg of v, v * c, v / c       as v
 
-A factor c may depend on the number of rows. Where it is said to (``meta["numbers"]``), nothing is said of v * c and v / c. It
-shares no code with ``joint/loss_weights``.
+A factor c may depend on the number of rows. Where it is said to (``meta["numbers"]``), nothing is said of v * c and v / c.
 """
 
 from __future__ import annotations

@@ -21,27 +21,26 @@ a gradient of such a value arrives at micro-batch m as that of a loss does. It i
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from mtcompile.passes.cuts.checks.values import (
-    Layout,
-    Operand,
-    Strided,
-    Values,
-    layout_of,
-    same_constants,
-    same_input,
-    same_phase,
-    strided,
-)
 from mtcompile.passes.joint.batch.joining import Joining, Micro
 from mtcompile.passes.joint.loss_weights import Weights
+from mtcompile.passes.proof.cuts.numbering import (
+    CutNumbers,
+    Inputs,
+    Layout,
+    Results,
+    Strided,
+    check_computed,
+    layout_of,
+    strided,
+)
 from mtcompile.passes.proof.same_computation import expect
+from mtcompile.passes.proof.values import Operand
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, inputs_of, outputs_of, restride
 
 aten: Any = torch.ops.aten
@@ -50,50 +49,33 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def check_micro_batches(one: fx.GraphModule, several: fx.GraphModule, micro: Micro, joining: Joining) -> None:
     """Raises SameComputationError unless ``several`` computes the results of ``micro.count`` times ``one``, put together."""
-    values = _Named()
-    expected = _Expected(one, micro, joining, values)
-    wanted = expected.results()
-    runs = Counter(values.restart())
-    same_constants(one, several)
-    env: dict[fx.Node, int] = {}
-    taken = dict(expected.inputs)
-    for spec, node in inputs_of(several):
-        expect(spec in taken, lambda s=spec: f"the inputs of each micro-batch, found {s}")
-        env[node] = values.of(_input(spec), None)
-        same_input(spec, taken.pop(spec), node)
-    expect(not taken, lambda: f"the inputs of each micro-batch, found none for {[spec.name for spec in taken]}")
-    values.calls(several, env)
-    expect(runs == Counter(values.restart()), lambda: "the random numbers and checks of each micro-batch, in its phases")
-    for result, node in outputs_of(several):
-        expect(result in wanted, lambda r=result: f"the results of each micro-batch, found {r}")
-        number, like = wanted.pop(result)
-        expect(number == env[node], lambda r=result: f"{r.kind} {r.name} to be put together from those of each micro-batch")
-        same_phase(f"{result.kind} {result.name}", like, node)
-    expect(not wanted, lambda: f"the results of each micro-batch, found none for {[spec.name for spec in wanted]}")
+    numbers = _MicroNumbers()
+    expected = _Expected(one, micro, joining, numbers)
+    check_computed(numbers, one, several, expected.inputs, expected.results())
 
 
-class _Named(Values):
-    """``suffix``: of the names that a micro-batch's operations have. What they draw goes by names: which numbers of the stream
-    those are is for the order of regions to say."""
+class _MicroNumbers(CutNumbers):
+    """Numbers of the values of micro-batches. ``suffix``: of the names that the operations of the current one have. What they
+    draw goes by names: which numbers of the stream those are, and what runs first, is for the order of regions to say."""
 
     suffix = ""
 
     def draw(self, node: fx.Node) -> Any:
         return node.name + self.suffix
 
-
-def _input(spec: InputSpec) -> tuple[Any, ...]:
-    return "input", spec.role, spec.name, spec.index
+    def restart(self) -> list[tuple[int, str]]:
+        return sorted(super().restart())
 
 
 class _Expected:
-    """What the results of all micro-batches are to be. ``inputs``: that they take, with their layouts; ``numbers``: of each
-    micro-batch's values; ``wholes``: of those that are put together or computed once; ``shares``: the w_m of a loss or
+    """Numbers of the results that all micro-batches are to have. ``inputs``: that they take; ``numbers``: of each micro-batch's
+    values; ``wholes``: of those that are put together or computed once; ``shares``: the w_m of a loss or
     reduction; ``own``: what depends on the inputs that are cut."""
 
-    def __init__(self, one: fx.GraphModule, micro: Micro, joining: Joining, values: _Named) -> None:
+    def __init__(self, one: fx.GraphModule, micro: Micro, joining: Joining, values: _MicroNumbers) -> None:
         self.one, self.micro, self.joining, self.values = one, micro, joining, values
-        self.inputs: dict[InputSpec, Strided] = {}
+        self._operation = values.operation
+        self.inputs: Inputs = {}
         self.numbers: list[dict[fx.Node, int]] = [{} for _ in range(micro.count)]
         self.wholes: dict[fx.Node, int] = {}
         self.shares: dict[int | str, list[int]] = {}
@@ -110,25 +92,21 @@ class _Expected:
         self._number_inputs()
         self._number_calls()
 
-    def results(self) -> dict[OutputSpec, tuple[int, fx.Node]]:
+    def results(self) -> Results:
         """Returns what each result is to be, and the captured node that it is of."""
-        results: dict[OutputSpec, tuple[int, fx.Node]] = {}
+        results: Results = {}
         params = {spec.index for spec in self.one.meta["inputs"] if spec.role == "param"}
         for spec, value in outputs_of(self.one):
             if spec.kind == "grad" and spec.index in self.micro.split:
                 for m in range(self.micro.count):
                     own = self.micro.spec(InputSpec("input", spec.name, spec.index), m)
                     results[OutputSpec("grad", own.index, own.name)] = self.numbers[m][value], value
-                continue
-            if spec.kind == "grad":
-                number = self._gradient(value, self.micro.wide and spec.index in params)
-            elif value in self.wholes:
-                number = self.wholes[value]
-            elif spec.kind == "mutation":
-                number = self.numbers[-1][value]
+            elif spec.kind == "grad":
+                results[spec] = self._gradient(value, self.micro.wide and spec.index in params), value
+            elif value in self.wholes or spec.kind == "mutation":
+                results[spec] = self.wholes.get(value, self.numbers[-1].get(value, -1)), value
             else:
-                number = self._output(spec.index, value)
-            results[spec] = number, value
+                results[spec] = self._output(spec.index, value), value
         return results
 
     def _gradient(self, value: fx.Node, in_fp32: bool) -> int:
@@ -155,15 +133,14 @@ class _Expected:
     def _number_inputs(self) -> None:
         for spec, node in inputs_of(self.one):
             if spec.role == "tangent":
-                self.inputs[spec] = self._arriving(spec.index, self.outputs[spec.index].meta["val"])
-                self.tangents[node] = self.values.of(_input(spec), self.inputs[spec][0])
-                self.of_output[node] = spec
+                self.inputs[spec] = self.values.input(spec, self._arriving(spec.index, self.outputs[spec.index].meta["val"]))
+                self.tangents[node], self.of_output[node] = self.inputs[spec][0], spec
                 continue
             own = spec.role == "input" and spec.index in self.micro.split
             for m, numbers in enumerate(self.numbers):
                 of_micro = self.micro.spec(spec, m) if own else spec
-                self.inputs[of_micro] = strided(node.meta["val"])
-                numbers[node] = self.values.of(_input(of_micro), layout_of(node))
+                self.inputs[of_micro] = self.values.input(of_micro, strided(node.meta["val"]))
+                numbers[node] = self.inputs[of_micro][0]
 
     def _number_calls(self) -> None:
         """Numbers each operation when what it reads is numbered: what is computed once is there after reductions, and what a
@@ -188,7 +165,7 @@ class _Expected:
         node: fx.Node,
         numbers: dict[fx.Node, int],
         read: Callable[[fx.Node], int | None],
-        changed: Callable[[Any], Any] = tuple,
+        changed: Callable[[Any], Any] | None = None,
     ) -> bool:
         """Numbers an operation of what ``read`` gives; returns False if some of it is not known yet."""
         operands = {operand: read(operand) for operand in node.all_input_nodes}
@@ -201,9 +178,9 @@ class _Expected:
     def _reader(self, node: fx.Node, m: int) -> Callable[[fx.Node], int | None]:
         def read(operand: fx.Node) -> int | None:
             if "once" in operand.meta:  # a gradient of what is made of reductions, or a tangent of it
-                name = str(node.meta.get("weighs", ""))
-                whole = self._whole(operand)
-                return None if whole is None else self._share(whole, operand, name, m, self._weights(name))
+                name, whole = str(node.meta.get("weighs", "")), self._whole(operand)
+                weights = self.joining.parts[name] if name else Weights("equal")
+                return None if whole is None else self._share(whole, operand, name, m, weights)
             if operand in self.tangents:
                 return self._tangent(operand, m)
             if m and operand in self.next:
@@ -212,15 +189,10 @@ class _Expected:
 
         return read
 
-    def _weights(self, name: str) -> Weights:
-        return self.joining.parts[name] if name else Weights("equal")
-
     def _whole(self, operand: fx.Node) -> int | None:
         """Numbers a value of all micro-batches: put together, computed once, or the same in each."""
-        if operand in self.tangents:
-            return self.tangents[operand]
-        if operand in self.wholes:
-            return self.wholes[operand]
+        if operand in self.tangents or operand in self.wholes:
+            return self.tangents.get(operand, self.wholes.get(operand))
         if "once" in operand.meta or "reduces" in operand.meta or any(operand not in numbers for numbers in self.numbers):
             return None
         alike = operand not in self.own or len({numbers[operand] for numbers in self.numbers}) == 1
@@ -251,7 +223,7 @@ class _Expected:
             return self._share(whole, tangent, spec.index, m, self.joining.weights[spec.index])
         rows, layout = val.shape[dim], layout_of(tangent)
         part = self._operation(aten.slice.Tensor, Operand(whole), dim, m * rows, (m + 1) * rows, layout=layout)
-        if self.inputs[spec][1] == tuple(val.stride()):
+        if self.inputs[spec][1][1] == tuple(val.stride()):
             return part
         return self._operation(restride, Operand(part), tuple(val.shape), tuple(val.stride()), layout=layout)
 
@@ -326,7 +298,4 @@ class _Expected:
         return total
 
     def _cast(self, number: int, layout: Layout) -> int:
-        return self.values.operation(aten._to_copy.default, (Operand(number),), layout, (("dtype", layout.dtype),))
-
-    def _operation(self, target: Any, *args: Any, layout: Layout | None) -> int:
-        return self.values.operation(target, args, layout)
+        return self._operation(aten._to_copy.default, Operand(number), layout=layout, kwargs={"dtype": layout.dtype})

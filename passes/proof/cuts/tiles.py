@@ -20,8 +20,9 @@ import torch
 from torch import fx
 
 from mtcompile.passes.analysis.tiles import Program, Tiled, program_of, run_tiles
-from mtcompile.passes.cuts.checks.values import Call, Layout, Operand, Values, check_same_results, layout_of, plain_key
+from mtcompile.passes.proof.cuts.numbering import Call, CutNumbers, Layout, check_computed, check_same_tables, layout_of
 from mtcompile.passes.proof.same_computation import expect
+from mtcompile.passes.proof.values import Key, arguments
 from mtcompile.passes.step_graph import is_random, placeholders
 
 aten: Any = torch.ops.aten
@@ -34,12 +35,14 @@ _SIZED = {  # operations with a shape among their arguments, and its place
 
 def check_tiles(whole: fx.GraphModule, tiled: fx.GraphModule) -> None:
     """Raises SameComputationError unless ``tiled`` computes the results of ``whole``, if operations work row by row."""
-    check_same_results(_Tiles(), whole, tiled)
+    check_same_tables(whole, tiled, "inputs", "outputs")
+    numbers = _Tiles()
+    check_computed(numbers, whole, tiled, *numbers.uncut(whole))
 
 
-class _Tiles(Values):
-    """``sized``: the whole graph's operations with a shape among their arguments, by all other arguments; ``results``: of each
-    call that runs a program in tiles."""
+class _Tiles(CutNumbers):
+    """Numbers of values, also inside tiles. ``sized``: the whole graph's operations with a shape among their arguments, by all
+    other arguments; ``results``: of each call that runs a program in tiles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,30 +52,34 @@ class _Tiles(Values):
 
     def _noted(self, call: Call) -> int | None:
         if not self.is_cut:
-            kwargs = tuple(sorted(call.node.kwargs.items()))
-            number = self.operation(call.node.target, call.args, call.layout, kwargs)
-            self.sized.setdefault(_but_size(call.node.target, call.args, kwargs), set()).add(number)
+            number = self.of((call.node.target, *call.args, call.kwargs, None), call.layout)
+            self.sized.setdefault(_but_size(call.node.target, call.args, call.kwargs), set()).add(number)
         return None
 
     def _item(self, call: Call) -> int | None:
         if call.keys[0][:1] != (run_tiles,):
             return None
-        number = call.args[0].number
+        number, item = call.args[0].number, call.args[1]
+        _, _, *operands, _, _ = call.keys[0]
+        called: Any = call.node.args[0]
+        program = program_of(called.args[0])
         if number not in self.results:
-            _, text, *operands, _, _ = call.keys[0]
-            program = program_of(text)
             of_each = [self._body(program, body, size, operands) for body, size in _bodies(program)]
             expect(all(results == of_each[0] for results in of_each), lambda: f"{call.node.name} to be the same in each tile")
             self.results[number] = of_each[0]
-        return self.results[number][call.args[1]]
+        make, val = program.makes[item], call.node.meta["val"]
+        strides = () if make.dim < 0 or val.is_contiguous() else tuple(val.stride())
+        expect(make.strides == strides, lambda: f"{call.node.name} with strides {strides}, found {make.strides}")
+        return self.results[number][item]
 
-    def _body(self, program: Program, body: fx.GraphModule, size: int, operands: list[Operand]) -> list[int]:
-        """Numbers what a program makes of all rows, by its operations in a tile of so many."""
+    def _body(self, program: Program, body: fx.GraphModule, size: int, operands: list[Any]) -> list[int]:
+        """Numbers the results of a program for all rows, by its operations in a tile of so many."""
         env: dict[fx.Node, int] = {}
         kinds: dict[fx.Node, str] = {}  # "tile", "whole" or "sum"
         for node, take, operand in zip(placeholders(body.graph), program.takes, operands, strict=True):
             layout = self.layouts[operand.number]
-            expect(layout_of(node) == _tile(take, layout, size), lambda n=node: f"{n.name} to be a tile of its operand")
+            tile = _tile(take, layout, program.rows, size)
+            expect(layout_of(node) == tile, lambda n=node, t=tile: f"{n.name} as {t}, a tile of its operand")
             env[node], kinds[node] = operand.number, "whole" if take.dim < 0 else "tile"
         for node in body.graph.nodes:
             if node.op == "call_function":
@@ -81,22 +88,19 @@ class _Tiles(Values):
         outputs: Any = body.graph.output_node().args[0]
         for node, make in zip(outputs, program.makes, strict=True):
             kind = "sum" if make.dim < 0 else "tile"
-            tile, part = _tile(make, self.layouts[env[node]], size), layout_of(node)
+            tile, part = _tile(make, self.layouts[env[node]], program.rows, size), layout_of(node)
             right = kinds[node] == kind and tile is not None and part is not None and tile.shape == part.shape
+            right = right and (not make.length or make.sequences >= 0)  # each tile writes rows of its own
             expect(right, lambda n=node, k=kind: f"{n.name} to be put together as a {k}, found a {kinds[n]}")
         return [env[node] for node in outputs]
 
     def _in_tile(self, node: fx.Node, env: dict[fx.Node, int], rows: int, size: int) -> int:
         """Returns the number of the whole graph's operation that a tile's is a part of."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: Operand(env[operand]))
-        keywords = tuple(sorted(kwargs.items()))
-        known = self.known.get(plain_key(node.target, args, keywords))
-        if node.target in _SIZED and known is None:
-            fits = [
-                number
-                for number in self.sized.get(_but_size(node.target, args, keywords), ())
-                if _is_tile(layout_of(node), self.layouts[number], rows, size)
-            ]
+        args, kwargs = arguments(node, env)
+        known, part = self.known.get((node.target, *args, kwargs, None)), layout_of(node)
+        if known is None and node.target in _SIZED and part is not None and args[_SIZED[node.target]] == part.shape:
+            alike = self.sized.get(_but_size(node.target, args, kwargs), ())
+            fits = [number for number in alike if _is_tile(part, self.layouts[number], rows, size)]
             known = fits[0] if len(fits) == 1 else None
         expect(
             known is not None and not is_random(node), lambda: f"an operation of the whole graph, found {node.format_node()}"
@@ -110,7 +114,7 @@ class _Tiles(Values):
         if node.target is operator.getitem and before == {"several"}:
             call: Any = node.args[0]
             summed = call.target is aten.native_layer_norm_backward.default and node.args[1] != 0
-            return "sum" if summed else self._tile_or_nothing(node, env, rows, size)
+            return "sum" if summed else self._expect_tile(node, env, rows, size)
         expect("sum" not in before, lambda: f"{node.name} to read no sum over some of the rows")
         if (part := layout_of(node)) is None:
             expect("tile" in before, lambda: f"{node.name} to read a tile")
@@ -120,9 +124,9 @@ class _Tiles(Values):
                 return "whole"
             expect(self._sums(node, env), lambda: f"{node.name} to be a sum over rows, or in rows")
             return "sum"
-        return self._tile_or_nothing(node, env, rows, size)
+        return self._expect_tile(node, env, rows, size)
 
-    def _tile_or_nothing(self, node: fx.Node, env: dict[fx.Node, int], rows: int, size: int) -> str:
+    def _expect_tile(self, node: fx.Node, env: dict[fx.Node, int], rows: int, size: int) -> str:
         is_tile = _is_tile(layout_of(node), self.layouts[env[node]], rows, size)
         expect(is_tile, lambda: f"{node.name} to be a tile of {self.layouts[env[node]]}, found {layout_of(node)}")
         return "tile"
@@ -147,14 +151,21 @@ def _bodies(program: Program) -> list[tuple[fx.GraphModule, int]]:
     return [(program.tile, program.size), *([] if program.last is None else [(program.last, rest)])]
 
 
-def _tile(tiled: Tiled, whole: Layout, size: int) -> Layout | None:
-    """Returns the layout of a tile of a value, which is viewed and cut as ``tiled`` says; None if it cannot be."""
+def _tile(tiled: Tiled, whole: Layout, rows: int, size: int) -> Layout | None:
+    """Returns the layout of a tile of a value, which is viewed and cut as ``tiled`` says; None if it cannot be: it has as many
+    rows as all tiles, or those of one sequence, which as many sequences have, or which all read."""
     if tiled.whole != whole.shape or tiled.dim < 0:
         return whole if tiled.whole == whole.shape else None
-    if prod(tiled.shape) != prod(whole.shape):
+    length, shape = tiled.length or rows, list(tiled.shape)
+    sequences = shape[tiled.sequences] if tiled.sequences >= 0 else rows // length
+    right = prod(shape) == prod(whole.shape) and shape[tiled.dim] == length and sequences * length == rows
+    right = right and tiled.sequences < tiled.dim and (length % size == 0 if tiled.length else tiled.sequences < 0)
+    if not right:
         return None
-    lengths = [size if at == tiled.dim else 1 if at == tiled.sequences else n for at, n in enumerate(tiled.shape)]
-    return whole._replace(shape=tuple(lengths))
+    shape[tiled.dim] = size
+    if tiled.sequences >= 0:
+        shape[tiled.sequences] = 1
+    return whole._replace(shape=tuple(shape))
 
 
 def _is_tile(tile: Layout | None, whole: Layout, rows: int, size: int) -> bool:
@@ -166,6 +177,6 @@ def _is_tile(tile: Layout | None, whole: Layout, rows: int, size: int) -> bool:
     return all(part in (1, size) for part, _ in pairs) and prod(whole.shape) * size in (prod(tile.shape) * rows, 0)
 
 
-def _but_size(target: Any, args: Any, kwargs: Any) -> Any:
+def _but_size(target: Any, args: tuple[Any, ...], kwargs: Any) -> Key:
     place = _SIZED[target]
-    return plain_key(target, (*args[:place], "size", *args[place + 1 :]), kwargs)
+    return (target, *args[:place], "size", *args[place + 1 :], kwargs, None)
