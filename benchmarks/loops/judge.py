@@ -90,7 +90,7 @@ def judge(program: Program) -> Verdict:
     torch._dynamo.reset()
     text = source(program, marks=True)
     reference = _run(text, program.reference)
-    if isinstance(reference.error, (NameError, SyntaxError)):
+    if isinstance(reference.error, (NameError, SyntaxError)) or "Inference tensors" in str(reference.error):
         return Verdict(INVALID, _first_line(reference.error))
     if isinstance(reference.error, mtcompile.MtcompileError):
         return Verdict(REFUSED, _first_line(reference.error), _general(_first_line(reference.error)))
@@ -244,6 +244,9 @@ def _state_after(program: Program, text: str, ours: Ran) -> Verdict | None:
     path = _differs(expected, found)
     options = dict(program.options)
     if path is not None and options.get("update") == "backward":
+        backwards = [number for number in range(ended + 1) if ".backward(" in statement(program, number)]
+        if backwards and backwards[-1] < ended:  # options that were changed since are not those of the update
+            before = _run(text, None, until=backwards[-1] + 1).variables
         if "max_grad_norm" in options:
             torch.nn.utils.clip_grad_norm_(before["model"].parameters(), options["max_grad_norm"])
         type(before["optimizer"]).step.__wrapped__(before["optimizer"])  # the update alone, without the step's hooks

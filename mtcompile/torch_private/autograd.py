@@ -172,6 +172,11 @@ def in_transform() -> bool:
     return traced or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor was made within a transform of ``torch.func`` and left it: it has no storage of its own."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def is_batched(tensor: torch.Tensor) -> bool:
     """Tells whether a tensor stands for several, within ``vmap`` or a backward with ``is_grads_batched=True``."""
     wrapped = torch._C._functorch

@@ -39,7 +39,8 @@ def check_memory(inputs: Mapping[str, Tensor], updated: Set[str]) -> None:
     order = {name: place for place, name in enumerate(inputs)}
     shared: list[list[str]] = []
     before: list[tuple[int, str]] = []  # where those end that begin before, with their names
-    spans = ((tensor.device.type, tensor.data_ptr(), span_nbytes(tensor), name) for name, tensor in inputs.items())
+    stored = ((name, tensor) for name, tensor in inputs.items() if not torch_private.is_wrapped(tensor))
+    spans = ((tensor.device.type, tensor.data_ptr(), span_nbytes(tensor), name) for name, tensor in stored)
     for _, on_device in itertools.groupby(sorted(span for span in spans if span[2]), operator.itemgetter(0)):
         before.clear()
         for _, start, nbytes, name in on_device:

@@ -247,9 +247,9 @@ def check_others(trained: Mapping[str, nn.Parameter], known: Collection[int], no
     for leaf in torch_private.leaves_beside(node) or ():
         if (name := names.get(id(leaf))) is not None:
             raise StepError(
-                f"this backward also gives {name} a gradient that came from outside the model's call, as a penalty on weights "
-                'does; with update="backward" it would be updated without that one. Nothing was changed. Compute all that is '
-                'trained in the forward, or use update="step"'
+                f"this backward also gives {name} a gradient that came from outside the model's call, as from a penalty on "
+                'weights or another call of the model; with update="backward" it would be updated without that one. Nothing '
+                'was changed. Compute all that is trained in one forward, or use update="step"'
             )
     if any(id(leaf) not in known for leaf in torch_private.leaves_behind(node)):
         raise StepError(
