@@ -95,7 +95,7 @@ def steps_of(model: nn.Module, optimizer: Any, after: Callable[[], Any], backwar
             loss = model(**batch(10 * number + part, 4096))
             loss.backward()
             log.append(loss.detach())
-        grads += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        grads += [p.grad.clone() for p in model.parameters() if type(p.grad) is torch.Tensor]
         optimizer.step()
         optimizer.zero_grad()
         log += [p.detach().clone() for p in model.parameters()]
