@@ -178,7 +178,7 @@ class Candidates:
         return self._bounds.certificate({"device": device, "host": host, "disk": self.problem.budgets.disk}, us)
 
     def bound_us(self, device: int | None, host: int | None, inside: bool = True) -> float:
-        """The µs of the fastest plan that could be within these bytes; infinite if there can be none, 0 without a solver.
+        """The µs of the fastest plan that could be within these bytes; infinite if there can be none.
         ``inside``: False for any form of the step (see ``Relaxation``)."""
         return self._bounds.us({"device": device, "host": host, "disk": self.problem.budgets.disk}, inside)
 
