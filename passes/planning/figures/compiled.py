@@ -1,15 +1,12 @@
-"""Works out the measures of plans by the C files in c/, where they were built at install: the same as ``times.measures``.
-
-The structures are those of c/figures.h.
-"""
+"""Works out the measures of plans by the C files in c/, which are built at install. The structures are those of c/figures.h."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from operator import and_
 from pathlib import Path
@@ -21,10 +18,10 @@ from mtcompile.passes.memo import remembered
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.planning.figures.layout import PER_LEAVING, Layout
 from mtcompile.passes.planning.figures.summary import Summary
-from mtcompile.passes.planning.figures.times import Measures
 from mtcompile.runtime.schedule import ALIGNMENT
 
 _VERSION = 10  # of the interface of c/
+POOLED, ON_DEVICE, ON_HOST = range(3)  # kinds of buffers: of the allocator, in slots of the device, in slots of the host
 _QUEUES = "compute", "h2d", "d2h", "host", "disk_read"
 _BITS = {  # of what is decided about a home
     **{("params", "device"): 1, ("params", "disk"): 2, ("fetch", "keep"): 4},
@@ -72,33 +69,48 @@ class _Result(ctypes.Structure):
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """Loads the library; None where it was not built here. Warns, and returns None, where it was built from other sources."""
+def library() -> ctypes.CDLL:
+    """Loads the library. Raises ImportError where it was not built here, or from other sources."""
     paths = (Path(__file__).with_name("_figures" + suffix) for suffix in EXTENSION_SUFFIXES)
     path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        return None
     try:
-        c_library = ctypes.CDLL(str(path))
-    except OSError:  # built for another system
-        return None
-    if (version := c_library.mt_figures_version()) != _VERSION:
-        warnings.warn(
-            f"expected version {_VERSION} of mtcompile's C library, found {version}: it was built from other sources. Planning "
-            "takes about twice as long without it. Install mtcompile again (pip install -e . in a checkout)",
-            stacklevel=2,
+        found = "none" if path is None else ctypes.CDLL(str(path))
+    except OSError as error:  # built for another system
+        found = str(error)
+    if not isinstance(found, str) and (version := found.mt_figures_version()) != _VERSION:
+        found = f"version {version}, which was built from other sources"
+    if isinstance(found, str):
+        raise ImportError(
+            f"expected version {_VERSION} of mtcompile's C library, which plans need, found {found}. Build it with a C "
+            "compiler: install mtcompile again, or, in a checkout, run pip install -e . or python setup.py build_ext --inplace"
         )
-        return None
     kinds = _Step, _Costs, _Choices, _Result
-    c_library.mt_figures.argtypes = [ctypes.POINTER(kind) for kind in kinds]
-    return c_library
+    found.mt_figures.argtypes = [ctypes.POINTER(kind) for kind in kinds]
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measures:
+    """The needs of a plan's calls, and the time that they take: bytes of the ``arenas`` by kind and of all else on the device,
+    at ``most``; µs of forward and backward and of the ``backward``, both as if updates took no time, and from one step to the
+    next (``period``); bytes that are ``copied``, and that are read from disk and written there (``drives``), both in a step and
+    in its backward; ``due_first``: the updates on the host in the order in which they are due (see ``pace``)."""
+
+    arenas: Sequence[int]
+    most: int
+    alone: float
+    backward: float
+    period: float
+    copied: tuple[int, int]
+    drives: tuple[tuple[int, int], tuple[int, int]]
+    due_first: Callable[[], tuple[str, ...]]
 
 
 class CompiledSteps:
     """Summaries of one step as C reads them, and what plans decide about it."""
 
-    def __init__(self, c_library: ctypes.CDLL, machine: Machine) -> None:
-        self.library, self.machine, self.layout = c_library, machine, Layout()
+    def __init__(self, machine: Machine) -> None:
+        self.library, self.machine, self.layout = library(), machine, Layout()
         self._choices: dict[object, tuple[array[int], array[int]]] = {}  # by the token of decisions: plans differ in a few
         self._numbered: tuple[int, ...] = ()
         self._ranks: dict[tuple[str, ...], array[int]] = {}  # of names of updates, by their order

@@ -12,11 +12,9 @@ from mtcompile.passes.analysis.state import Traffic, persistent_of, trained_nbyt
 from mtcompile.passes.memo import remembered
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.evaluate import identity
-from mtcompile.passes.planning.figures.compiled import CompiledStep, CompiledSteps, library
-from mtcompile.passes.planning.figures.moves import ON_DEVICE, ON_HOST
+from mtcompile.passes.planning.figures.compiled import ON_DEVICE, ON_HOST, CompiledStep, CompiledSteps, Measures
 from mtcompile.passes.planning.figures.sketch import Sketches
-from mtcompile.passes.planning.figures.summary import Outline, Summary, Unsupported, outline_of, summary_of
-from mtcompile.passes.planning.figures.times import Measures, measures
+from mtcompile.passes.planning.figures.summary import Outline, Unsupported, outline_of, summary_of
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import ranks_of
 
@@ -32,15 +30,14 @@ class Figures(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates plans of one problem. ``draft``: of its step. ``casts``: whether the host may cast anything. ``compiled``: by
-    the C library, where it was built. ``known``: of a problem whose plans have the same figures."""
+    """Evaluates plans of one problem. ``draft``: of its step. ``casts``: whether the host may cast anything. ``known``: of a
+    problem whose plans have the same figures."""
 
     def __init__(
         self,
         problem: PlanningProblem,
         draft: fx.GraphModule,
         casts: bool,
-        compiled: bool = True,
         known: Evaluator | None = None,
     ) -> None:
         self.problem = problem
@@ -50,10 +47,8 @@ class Evaluator:
         self.able = self.able and not (updates is not None and updates.held)
         self._known = known
         self._sketches: Sketches = Sketches(draft) if known is None else known._sketches
-        self._summaries: dict[object, tuple[Summary, CompiledStep | None]] = {} if known is None else known._summaries
-        c_library = library() if compiled and known is None else None
-        own = None if c_library is None else CompiledSteps(c_library, problem.machine)
-        self._compiled: CompiledSteps | None = own if known is None else known._compiled
+        self._summaries: dict[object, CompiledStep] = {} if known is None else known._summaries
+        self._compiled: CompiledSteps = CompiledSteps(problem.machine) if known is None else known._compiled
         self._last: tuple[Plan, tuple[Figures, Measures]] | None = None  # the plan evaluated last
 
     @cached_property
@@ -86,22 +81,19 @@ class Evaluator:
             self.able = False
         return self.able
 
-    def _summary(self, plan: Plan) -> tuple[Summary, CompiledStep | None]:
+    def _summary(self, plan: Plan) -> CompiledStep:
         key = plan.decisions.recomputed, plan.span
         return remembered(self._summaries, key, _MOST_SUMMARIES, lambda: self._summarised(plan))
 
-    def _summarised(self, plan: Plan) -> tuple[Summary, CompiledStep | None]:
+    def _summarised(self, plan: Plan) -> CompiledStep:
         sketch = self._sketches.of(plan)
         outline = self._outline if sketch.graph is self._sketches.draft else outline_of(sketch.graph)
-        summary = summary_of(sketch, outline, self.problem.machine, self.problem.workspace)
-        return summary, None if self._compiled is None else self._compiled.step(summary)
+        return self._compiled.step(summary_of(sketch, outline, self.problem.machine, self.problem.workspace))
 
     def _evaluated(self, plan: Plan) -> tuple[Figures, Measures]:
         if self._last is not None and _same(self._last[0], plan):
             return self._last[1]
-        problem = self.problem
-        summary, compiled = self._summary(plan)
-        needs = measures(summary, plan, problem.machine) if compiled is None else compiled.measures(plan)
+        problem, needs = self.problem, self._summary(plan).measures(plan)
         peaks = self._persistent(plan)
         peaks["device"] += needs.arenas[ON_DEVICE] + needs.most
         peaks["host"] += needs.arenas[ON_HOST]

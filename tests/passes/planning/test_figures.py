@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,17 +19,15 @@ from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import Inexact, completed, evaluate
 from mtcompile.passes.planning.figures import compiled as compiled_module
 from mtcompile.passes.planning.figures import evaluator as evaluator_module
-from mtcompile.passes.planning.figures.compiled import CompiledSteps, library
+from mtcompile.passes.planning.figures.compiled import library
 from mtcompile.passes.planning.figures.drawn import Drawn
 from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
-from mtcompile.passes.planning.figures.times import measures
 from mtcompile.passes.planning.pace import impatient, with_pace
 from mtcompile.passes.planning.problem import PlanningProblem
 from tests.helpers.tracing import traced_case
 from tests.passes.planning.drawn_plans import BOUNDED, MACHINES, SLOW, WAYS, crossing, in_fragments, varied, with_homes_on_disk
 
 CASES = {"chain", "tied", "cnn", "crossing", "fragments"}
-BUILT = pytest.mark.skipif(library() is None, reason="the C library was not built here")
 
 
 def step_of(case: str) -> Any:
@@ -42,15 +44,13 @@ def test_figures_are_those_of_the_schedule(case: str, plans: int) -> None:
         machine, way = MACHINES[number % len(MACHINES)], WAYS[ways[number % len(ways)]]
         candidates = Candidates(PlanningProblem(step_of(case), machine, Budgets(updates=way)))
         plan = varied(candidates, rnd)
-        in_python = Evaluator(candidates.problem, candidates.draft, candidates._casts, compiled=False)
         due = candidates._evaluator.due_first(plan)
-        assert due is not None and in_python.due_first(plan) == due
+        assert due is not None
         for one in (plan, impatient(plan), _with_order(plan, due)):
             if one is not None:
                 expected = evaluate(candidates.problem, candidates.draft, one).plan
                 figures = Figures(expected.peak_bytes, expected.step_time_us, expected.update_us)
-                for evaluator in (candidates._evaluator, in_python):
-                    assert evaluator.figures(one) == figures
+                assert candidates._evaluator.figures(one) == figures
 
 
 @pytest.mark.parametrize("plans", [8, pytest.param(60, marks=pytest.mark.long)])
@@ -86,15 +86,13 @@ def _interrupted(trimmed: Any, after: int) -> Any:
     return until_then
 
 
-@BUILT
 def test_a_plan_made_of_another_is_read_by_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of one that was not evaluated itself, and where what is not named changes."""
-    rnd, c_library = random.Random(0), library()
+    rnd = random.Random(0)
     candidates = Candidates(PlanningProblem(step_of("crossing"), SLOW, Budgets(updates=WAYS["behind the forward"])))
-    summary = candidates._evaluator._summary(plan := candidates.base)[0]
-    assert c_library is not None
-    steps, read = CompiledSteps(c_library, SLOW), list[Plan]()
-    steps.step(summary)
+    candidates._evaluator.figures(plan := candidates.base)
+    steps, read = candidates._evaluator._compiled, list[Plan]()
+    steps._choices.clear()
     whole = steps._decided
     monkeypatch.setattr(steps, "_decided", lambda plan: (read.append(plan), whole(plan))[1])
     homes, activations = list(steps.layout.homes), list(steps.layout.activations)
@@ -123,38 +121,13 @@ def test_figures_of_plans_with_homes_on_disk_are_those_of_the_schedule(case: str
         )
         candidates = Candidates(PlanningProblem(step_of(case), machine, budgets))
         plan = with_homes_on_disk(varied(candidates, rnd), rnd)
-        in_python = Evaluator(candidates.problem, candidates.draft, candidates._casts, compiled=False)
         due = candidates._evaluator.due_first(plan)
-        assert due is not None and in_python.due_first(plan) == due
+        assert due is not None
         for one in (plan, impatient(plan), _with_order(plan, due)):
             if one is not None:
                 expected = evaluate(candidates.problem, candidates.draft, one).plan
                 figures = Figures(expected.peak_bytes, expected.step_time_us, expected.update_us)
-                for evaluator in (candidates._evaluator, in_python):
-                    assert evaluator.figures(one) == figures
-
-
-@BUILT
-def test_c_measures_plans_where_it_was_built() -> None:
-    candidates = Candidates(PlanningProblem(step_of("chain"), SLOW, Budgets(updates=WAYS["behind the forward"])))
-    _, compiled = candidates._evaluator._summary(candidates.base)
-    assert compiled is not None
-
-
-@BUILT
-@pytest.mark.parametrize("plans", [4, pytest.param(200, marks=pytest.mark.long)])
-def test_c_measures_a_model_of_many_blocks_as_python_does(plans: int) -> None:
-    rnd, budgets = random.Random(0), Budgets(updates=WAYS["behind the forward"])
-    candidates = Candidates(PlanningProblem(traced_case("gpt2").step, SLOW, budgets))
-    evaluator = candidates._evaluator
-    for _ in range(plans):
-        plan = varied(candidates, rnd)
-        summary, compiled = evaluator._summary(plan)
-        assert compiled is not None
-        ours, python = compiled.measures(plan), measures(summary, plan, candidates.problem.machine)
-        assert [*ours.arenas] == [*python.arenas] and ours.due_first() == python.due_first()
-        names = ("most", "alone", "backward", "period", "copied", "drives")
-        assert [getattr(ours, name) for name in names] == [getattr(python, name) for name in names]
+                assert candidates._evaluator.figures(one) == figures
 
 
 def _with_order(plan: Plan, order: tuple[str, ...]) -> Plan | None:
@@ -189,8 +162,16 @@ def test_after_figures_that_are_not_those_of_the_schedule_schedules_tell_them(mo
     assert not wrong._evaluator.able
 
 
-@BUILT
-def test_a_library_of_other_sources_is_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_of_other_sources_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_module, "_VERSION", 0)
-    with pytest.warns(UserWarning, match="expected version 0 of mtcompile's C library.*Install mtcompile again"):
-        assert library.__wrapped__() is None
+    with pytest.raises(ImportError, match=r"expected version 0 of mtcompile's C library.*setup\.py build_ext --inplace"):
+        library.__wrapped__()
+
+
+def test_an_install_without_a_compiler_ends_with_one_sentence(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path)]
+    missing = {**os.environ, "CC": str(tmp_path / "no-compiler"), "CXX": str(tmp_path / "no-compiler")}
+    done = subprocess.run(command, cwd=root, env=missing, capture_output=True, text=True)
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "mtcompile: expected a C compiler that builds passes/planning/figures/c/moves.c" in done.stderr

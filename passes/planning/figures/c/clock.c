@@ -1,4 +1,4 @@
-/* The times of a plan, and its figures together: see ../times.py and ../evaluator.py. */
+/* The times of a plan, and its figures together. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -7,6 +7,7 @@
 
 static double later(double one, double other) { return other > one ? other : one; }
 
+/* Runs the calls, each as soon as it may. late: what the step before has left; updates: 0 if these take no time. */
 Clock mt_clock(Work *w, const Lives *lives, const Late *late, int updates) {
     double free_at[QUEUES] = {0.0}, barrier;
     double *ready = mt_zeros(w, w->buffer_count, sizeof(double)), *touched = mt_zeros(w, w->buffer_count, sizeof(double));

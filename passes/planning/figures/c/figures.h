@@ -1,5 +1,6 @@
-/* Peaks and times of a plan, as ../moves.py, ../lives.py and ../times.py work them out: the same calls, slots and clock, and the
- * same operations on doubles in the same order, so that both give the same bits. What a function is for is said there. */
+/* Peaks and times of a plan, to the byte and to the bit those of its schedule: moves.c lists its calls as the rewrites put them,
+ * lives.c finds lifetimes as passes/lower.py does, offsets as passes/slots.py does, and peaks as runtime/usage.py does, and
+ * clock.c finds times as runtime/sim.py and passes/analysis/state.py do: the same operations on doubles in the same order. */
 
 #ifndef MT_FIGURES_H
 #define MT_FIGURES_H

@@ -1,4 +1,4 @@
-/* The lifetimes of buffers and the peaks: see ../lives.py. */
+/* The lifetimes of buffers: when each is freed, where slots lie in their arenas, and the peaks. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -22,6 +22,8 @@ static int64_t free_due(Work *w, List *freed, Deferred *deferred, int64_t waitin
     return left;
 }
 
+/* Returns the buffers that are freed behind each call: after the last use; those that are copied home no sooner than as many
+ * regions later as fetches are ahead, or, early ones, before the next region. */
 static List *freed_of(Work *w) {
     const int64_t count = w->length, buffers = w->buffer_count;
     int32_t *last = mt_room(w, buffers, sizeof *last), *seen = mt_room(w, buffers, sizeof *seen);

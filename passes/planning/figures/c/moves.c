@@ -1,4 +1,4 @@
-/* The calls of a plan in order: see ../moves.py. */
+/* The calls of a plan in order, as the rewrites would put them: regions, fetches, copies home and updates. */
 
 #include "figures.h"
 
@@ -104,6 +104,7 @@ static void by_role(Work *w, int kind, List operands, List *list) {
     }
 }
 
+/* A read from disk for a region, which fetches as many regions ahead. Returns the buffers on the host that it fills. */
 static List read_from_disk(Work *w, Around *around, int64_t position, List operands, int64_t nbytes, int64_t ahead) {
     double us = copy_us(w->costs, nbytes, DISK_READ);
     int32_t read = new_call(w, DISK_READ, us, (int)w->step->region[position].phase);
@@ -157,6 +158,7 @@ static void fetch_group(Work *w, Around *around, int64_t position, List operands
     append_before(w, around, first_of(w, position, ahead), fetch);
 }
 
+/* Lists what comes in for each region, a copy per home. */
 static void fetch_all(Work *w, Around *around) {
     const Step *step = w->step;
     int32_t *staying = mt_room(w, step->operands, sizeof *staying); /* operand -> buffer */
@@ -200,6 +202,7 @@ static void fetch_all(Work *w, Around *around) {
 
 /* -------------------------------------------------------------------------------------------------- what regions make */
 
+/* A result of a region, which later ones read where it is. */
 static int32_t stays(Work *w, int64_t position, int64_t first_reader, int64_t readers, int64_t nbytes, int64_t slot,
                      int64_t returned) {
     int32_t buffer = new_buffer(w, POOLED, nbytes, slot, (int)returned);
@@ -210,6 +213,7 @@ static int32_t stays(Work *w, int64_t position, int64_t first_reader, int64_t re
     return buffer;
 }
 
+/* A value that goes home behind its region, and comes back before later ones. */
 static void waits_at_home(Work *w, Around *around, int64_t position, const Value *value) {
     const Region *region = w->step->region;
     const int64_t *reader = w->step->readers + region[position].first_reader + value->first_reader;
@@ -245,6 +249,7 @@ static void waits_at_home(Work *w, Around *around, int64_t position, const Value
     }
 }
 
+/* Gradients and new buffers: a copy home per home, or an update on the device. */
 static void leave(Work *w, Around *around, int64_t position) {
     const Step *step = w->step;
     const int64_t first = step->region[position].first_leaving, end = step->region[position + 1].first_leaving;
