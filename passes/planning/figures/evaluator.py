@@ -12,11 +12,10 @@ from mtcompile.passes.analysis.state import Traffic, persistent_of, trained_nbyt
 from mtcompile.passes.memo import remembered
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.evaluate import identity
-from mtcompile.passes.planning.figures.compiled import ON_DEVICE, ON_HOST, CompiledStep, CompiledSteps, Measures
+from mtcompile.passes.planning.figures.compiled import ON_DEVICE, ON_DISK, ON_HOST, CompiledStep, CompiledSteps, Measures
 from mtcompile.passes.planning.figures.sketch import Sketches
 from mtcompile.passes.planning.figures.summary import Outline, Unsupported, outline_of, summary_of
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.step_graph import ranks_of
 
 _MOST_SUMMARIES = 256  # that are remembered
 
@@ -42,13 +41,11 @@ class Evaluator:
     ) -> None:
         self.problem = problem
         self._casts = casts
-        step, updates = problem.step, problem.budgets.updates
-        self.able = not (step.meta.get("sliced") or ranks_of(step) != 1)
-        self.able = self.able and not (updates is not None and updates.held)
+        self.able = True
         self._known = known
         self._sketches: Sketches = Sketches(draft) if known is None else known._sketches
         self._summaries: dict[object, CompiledStep] = {} if known is None else known._summaries
-        self._compiled: CompiledSteps = CompiledSteps(problem.machine) if known is None else known._compiled
+        self._compiled: CompiledSteps = _compiled(problem) if known is None else known._compiled
         self._last: tuple[Plan, tuple[Figures, Measures]] | None = None  # the plan evaluated last
 
     @cached_property
@@ -57,7 +54,7 @@ class Evaluator:
 
     @cached_property
     def _outline(self) -> Outline:
-        return outline_of(self._sketches.draft) if self._known is None else self._known._outline
+        return outline_of(self._sketches.draft, self.problem.budgets) if self._known is None else self._known._outline
 
     def figures(self, plan: Plan) -> Figures | None:
         """Returns a plan's figures; None where only its schedule tells them."""
@@ -70,10 +67,7 @@ class Evaluator:
         return self._evaluated(plan)[1].due_first()
 
     def _supports(self, plan: Plan) -> bool:
-        if not self.able or (self._casts and plan.narrow) or (plan.updates is not None and plan.updates.held):
-            return False
-        on_disk = () if self.problem.budgets.disk is None else (d for d in plan.decisions if d.choice == "disk")
-        if any(decision.kind == "activation" for decision in on_disk):
+        if not self.able or (self._casts and plan.narrow):
             return False
         try:
             self._summary(plan)
@@ -87,7 +81,7 @@ class Evaluator:
 
     def _summarised(self, plan: Plan) -> CompiledStep:
         sketch = self._sketches.of(plan)
-        outline = self._outline if sketch.graph is self._sketches.draft else outline_of(sketch.graph)
+        outline = self._outline if sketch.graph is self._sketches.draft else outline_of(sketch.graph, self.problem.budgets)
         return self._compiled.step(summary_of(sketch, outline, self.problem.machine, self.problem.workspace))
 
     def _evaluated(self, plan: Plan) -> tuple[Figures, Measures]:
@@ -97,11 +91,18 @@ class Evaluator:
         peaks = self._persistent(plan)
         peaks["device"] += needs.arenas[ON_DEVICE] + needs.most
         peaks["host"] += needs.arenas[ON_HOST]
+        if spilled := needs.arenas[ON_DISK]:
+            peaks["disk"] = peaks.get("disk", 0) + spilled
         spans = needs.alone, needs.backward, needs.period
         trained = trained_nbytes(problem.step)
-        times = update_figures(spans, Traffic(needs.copied, needs.drives), problem.machine, trained, plan, problem.budgets)
+        traffic = Traffic(needs.copied, needs.drives, needs.collectives)
+        times = update_figures(spans, traffic, problem.machine, trained, plan, problem.budgets)
         self._last = plan, (Figures(peaks, *times), needs)
         return self._last[1]
+
+
+def _compiled(problem: PlanningProblem) -> CompiledSteps:
+    return CompiledSteps(problem.machine, int(problem.step.meta.get("hosts", 1)))
 
 
 def _same(one: Plan, other: Plan) -> bool:

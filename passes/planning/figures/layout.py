@@ -16,7 +16,8 @@ from mtcompile.passes.memo import remembered
 from mtcompile.passes.planning.figures.summary import Leaving, Operand, Region, Summary, Value
 
 _OF_WEIGHTS = 1 | 2 | 4  # bits of what is decided about weights alone (see compiled.py)
-PER_LEAVING, _OF = 12, 7  # numbers of what leaves; the one of the operand that it is of
+PER_LEAVING, _OF = 18, 7  # numbers of what leaves; the one of the operand that it is of
+COLLECTIVES = "", "all_reduce", "reduce_scatter", "broadcast", "all_gather", "all_gather of parts"  # as in c/figures.h
 _MOST_OPERANDS = 16  # tables that are remembered
 
 
@@ -44,7 +45,8 @@ class Layout:
         return len(self.homes), len(self.activations), len(self.leaving), *self.masks
 
     def tables(self, summary: Summary) -> Sequence[array[int] | array[float]]:
-        """Returns the tables of regions, their µs, reads, readers, operands, values and what is leaving."""
+        """Returns the tables of regions, their µs, reads and where their slices end, readers, operands, values and what is
+        leaving."""
         (operands, places), regions = self._operands_of(summary.operands), summary.regions
         parts, entries = list(map(self._part, regions)), [entry for region in regions for entry in region.leaving]
         about = [region.phase for region in regions], [region.workspace for region in regions]
@@ -55,10 +57,15 @@ class Layout:
         rows = zip(*((*column, 0) for column in about), *firsts, strict=True)
         leaving = _joined(part.leaving for part in parts)
         leaving[_OF::PER_LEAVING] = array("q", [places[entry.of] for entry in entries if entry.of is not None])
+        makers = {}
+        if any(region.ends for region in regions):
+            makers = {node: (values[i] + place, i) for i, each in enumerate(regions) for node, place in each.places.items()}
+        ends = (makers[region.ends[o]] if o in region.ends else (-1, -1) for region in regions for o in region.reads)
         return (
             array("q", chain.from_iterable(rows)),
             array("d", [region.us for region in regions]),
             array("q", [places[operand] for region in regions for operand in region.reads]),
+            array("q", chain.from_iterable(ends)),
             _joined(part.readers for part in parts),
             operands,
             _joined(part.values for part in parts),
@@ -83,7 +90,7 @@ class Layout:
     def _laid_out(self, region: Region) -> _Part:
         readers, values, leaving, groups = list[int](), list[int](), list[int](), dict[object, int]()
         for number, value in enumerate(region.activations):
-            group = groups.setdefault((value.readers, value.returned), number)
+            group = groups.setdefault(number if value.apart else (value.readers, value.returned), number)
             values += _value(value, readers, group, self.activations.setdefault(value.name, len(self.activations)))
         for value in region.others:
             values += _value(value, readers, -1, -1)
@@ -96,7 +103,9 @@ class Layout:
         readers += entry.readers
         about = self._home(entry.home), -1, entry.updates
         rows_and_name = entry.crossing, entry.whole, self.leaving.setdefault(entry.name, len(self.leaving))
-        return entry.nbytes, entry.slot, *entry.at_home(), first, len(entry.readers), *about, *rows_and_name
+        sizes = entry.nbytes, entry.slot, *entry.at_home(), first, len(entry.readers)
+        over_ranks = entry.count, entry.wide, entry.returned, COLLECTIVES.index(entry.collective), *entry.combined()
+        return *sizes, *about, *rows_and_name, *over_ranks
 
     def _operand(self, operand: Operand, roles: dict[str, int]) -> Sequence[int]:
         rows = (-1, 0) if operand.rows is None else (operand.rows.count, operand.rows.nbytes)
@@ -104,7 +113,8 @@ class Layout:
         if operand.weights:
             self.masks[home] = -1
         about = home, role, operand.tier == "device", operand.weights
-        return operand.nbytes, operand.read_slot, *operand.there(), *about, *rows, operand.fragment
+        sizes, gathered = (operand.nbytes, operand.slot, operand.read_slot), COLLECTIVES.index(operand.gathered)
+        return *sizes, *operand.there(), *about, *rows, operand.fragment, gathered
 
     def _home(self, name: str) -> int:
         if name not in self.homes:

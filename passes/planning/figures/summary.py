@@ -15,11 +15,14 @@ from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine, kernel_us
 from mtcompile.passes.analysis.rows import Rows
+from mtcompile.passes.analysis.slices import read_by_slices
+from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.memo import remembered
 from mtcompile.passes.planning.figures.drawn import Drawn, Placed
 from mtcompile.passes.planning.figures.sketch import Sketch
-from mtcompile.passes.step_graph import InputSpec, inputs_of, is_region, outputs_of
+from mtcompile.passes.rewrites.collectives import collective_of, share_of
+from mtcompile.passes.step_graph import InputSpec, inputs_of, is_region, outputs_of, placeholders, ranks_of
 from mtcompile.runtime.schedule import PHASES, aligned, placed
 
 _MOST_REGIONS, _MOST_READING = 16, 256  # that are remembered, of one that is placed, and of an outline
@@ -44,16 +47,16 @@ class Size:
 @dataclass(slots=True, eq=False)
 class Operand(Size):
     """Inputs of the step that are alike: of one home, role and tier, read by the same regions, with gradients of the same
-    region. ``number``: of no other operand of any summary of the step. ``rows``: of a parameter of which only rows cross,
-    these. ``fragment``: it is a fragment of a parameter."""
+    region. ``rows``: of a parameter of which only rows cross, these. ``fragment``: it is a fragment of a parameter.
+    ``gathered``: by what collective hosts that have parts of it make it whole; empty: by none."""
 
-    number: int = 0
     home: str = ""
     role: str = ""
     tier: str = ""
     weights: bool = False  # parameters, whose tier the plan decides
     rows: Rows | None = None
     fragment: bool = False
+    gathered: str = ""
     read_slot: int = 0  # bytes of a slot on the host that a disk fills
 
     def add(self, nbytes: int) -> None:
@@ -71,18 +74,21 @@ class Operand(Size):
 @dataclass(slots=True, eq=False)
 class Value(Size):
     """Values that a region makes. ``readers``: positions of the regions that read them. ``name``: of a single activation, which
-    a plan may send home; ``returned``: the caller receives them."""
+    a plan may send home; ``returned``: the caller receives them; ``apart``: none is like it, as copies may read it too."""
 
     readers: tuple[int, ...] = ()
     name: str = ""
     returned: bool = False
+    apart: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Leaving(Size):
     """Gradients or new buffers that a region makes and that go home if that is on the host. ``of``: the inputs that they are
     of; ``name``: the first of these; ``updates``: they are updated with them; of a gradient in rows, ``crossing``: bytes of
-    those that cross, and ``whole``: its bytes at home."""
+    those that cross, and ``whole``: its bytes at home. ``count``: of these values, which are ``wide`` if they have 8 bytes an
+    element; ``returned``: the caller receives them too; ``collective``: what combines them over ranks, and ``share``: what one
+    rank has of them then, where it is not all."""
 
     readers: tuple[int, ...] = ()
     home: str = ""
@@ -91,16 +97,26 @@ class Leaving(Size):
     name: str = ""
     crossing: int = 0
     whole: int = 0
+    count: int = 0
+    wide: bool = False
+    returned: bool = False
+    collective: str = ""
+    share: Size | None = None
 
     def at_home(self) -> tuple[int, int]:
         """The bytes at home, in the allocator and in a slot."""
         return (self.whole, placed(self.whole)) if self.whole else (self.nbytes, self.slot)
 
+    def combined(self) -> tuple[int, int]:
+        """The bytes at home once ranks have combined them."""
+        return self.at_home() if self.share is None else (self.share.nbytes, self.share.slot)
+
 
 @dataclass(slots=True, eq=False)
 class Region:
     """A region: ``us`` it takes, bytes of ``workspace``, ``reads`` of inputs, and what it makes: ``activations``, ``others``
-    and what is ``leaving``, in the order of the outputs. ``memo``: what is known of it."""
+    and what is ``leaving``, in the order of the outputs. ``ends``: of inputs that it reads by slices, the values that say where
+    their rows end; ``places``: of each value that it makes, among activations and others. ``memo``: what is known of it."""
 
     phase: int
     us: float
@@ -109,6 +125,8 @@ class Region:
     activations: list[Value]
     others: list[Value]
     leaving: list[Leaving]
+    ends: dict[Operand, Any]
+    places: dict[Any, int]
     memo: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -126,21 +144,25 @@ class Summary:
 @dataclass(frozen=True, slots=True, eq=False)
 class Outline:
     """The inputs and outputs of a step. ``inputs``: with what operands of one summary share. ``leaving``: values -> their place
-    among the outputs, home and input, and whether they update it. ``returned``: values that the caller receives. ``tangents``:
-    bytes of these. ``operands``: of all summaries, by what is alike and the inputs; ``reading``: those of inputs, and each of
-    them once, by what reads them."""
+    among the outputs, home and input, whether they update it, and what combines them over ranks. ``sliced``: parameters that
+    are fetched by slices; ``ranks``: how many run the step together. ``returned``: values that the caller receives.
+    ``tangents``: bytes of these. ``operands``: of all summaries, by what is alike and the inputs; ``reading``: those of inputs,
+    and each of them once, by what reads them."""
 
     inputs: Mapping[fx.Node, _About]
-    leaving: Mapping[fx.Node, tuple[int, str, fx.Node, bool]]
+    leaving: Mapping[fx.Node, _Leaves]
     returned: frozenset[fx.Node]
     tangents: int
+    sliced: frozenset[fx.Node]
+    ranks: int
     operands: dict[tuple[object, ...], Operand] = field(default_factory=dict)
     reading: dict[object, tuple[dict[fx.Node, Operand], list[Operand]]] = field(default_factory=dict)
 
 
 class _About(NamedTuple):
     """An input: where it belongs, what it is, whether it is a parameter whose tier the plan decides, and the rows of it that
-    cross. ``apart``: the input itself if none other can be like it; ``fragment``: it is one of a parameter."""
+    cross. ``apart``: the input itself if none other can be like it; ``fragment``: it is one of a parameter; ``gathered``: as of
+    an operand."""
 
     home: str
     role: str
@@ -150,6 +172,18 @@ class _About(NamedTuple):
     apart: fx.Node | None
     rows: Rows | None
     fragment: bool
+    gathered: str
+
+
+class _Leaves(NamedTuple):
+    """A value that leaves the step: its place among the outputs, the home and the input that it is of, whether it updates that,
+    and what combines it over ranks."""
+
+    place: int
+    home: str
+    of: fx.Node
+    updates: bool
+    collective: str
 
 
 class _Made(NamedTuple):
@@ -160,27 +194,30 @@ class _Made(NamedTuple):
     nbytes: int
     slot: int
     returned: bool
-    leaving: tuple[int, str, fx.Node, bool] | None
+    leaving: _Leaves | None
 
 
 class _Shape(NamedTuple):
     """The inputs that a region reads, each once, its results that stay in the step, or leave it, and the parameters of which
-    these are gradients that update them. ``nodes``: the inputs, and those that what leaves is of."""
+    these are gradients that update them. ``nodes``: the inputs, and those that what leaves is of. ``ends``: of inputs that it
+    reads by slices, the values that say where their rows end."""
 
     inputs: Sequence[fx.Node]
     stays: Sequence[_Made]
     leaves: Sequence[_Made]
     updated: tuple[fx.Node, ...]
     nodes: Sequence[fx.Node]
+    ends: Mapping[fx.Node, Any]
 
 
-def outline_of(draft: fx.GraphModule) -> Outline:
+def outline_of(draft: fx.GraphModule, budgets: Budgets) -> Outline:
     """Returns the outline of a draft before anything moves. Raises Unsupported."""
     homes: Mapping[str, str] = draft.meta["homes"]
     wanted = draft.meta.get("updated")
     inputs = inputs_of(draft)
     by_index = {spec.index: (spec, node) for spec, node in inputs if spec.index >= 0 and spec.role != "tangent"}
-    leaving: dict[fx.Node, tuple[int, str, fx.Node, bool]] = {}
+    leaving: dict[fx.Node, _Leaves] = {}
+    ranks = ranks_of(draft) if any(spec.kind == "grad" for spec, _ in outputs_of(draft)) else 1
     returned = set()
     for place, (spec, value) in enumerate(outputs_of(draft)):
         if spec.kind == "output":
@@ -190,14 +227,16 @@ def outline_of(draft: fx.GraphModule) -> Outline:
             raise Unsupported(spec.kind)
         about, node = by_index[spec.index]
         updates = spec.kind == "grad" and about.role == "param" and (wanted is None or about.name in wanted)
-        leaving[value] = place, homes.get(spec.name, ""), node, updates
-    if returned & leaving.keys():
-        raise Unsupported("a result that is a gradient too")
+        target = None if ranks == 1 else collective_of(draft, budgets.updates, spec, (about, node), value)
+        leaving[value] = _Leaves(place, homes.get(spec.name, ""), node, updates, "" if target is None else target.__name__)
     tangents = [n.meta["nbytes"] for _, n in inputs if n.meta["role"] == "tangent" and n.meta["tier"] == "device"]
-    return Outline(_inputs(draft, inputs), leaving, frozenset(returned), sum(tangents))
+    sliced = frozenset(node for spec, node in inputs if spec.role == "param" and spec.name in (draft.meta.get("sliced") or ()))
+    return Outline(_inputs(draft, inputs, budgets), leaving, frozenset(returned), sum(tangents), sliced, ranks)
 
 
-def _inputs(draft: fx.GraphModule, inputs: Sequence[tuple[InputSpec, fx.Node]]) -> dict[fx.Node, _About]:
+def _inputs(draft: fx.GraphModule, inputs: Sequence[tuple[InputSpec, fx.Node]], budgets: Budgets) -> dict[fx.Node, _About]:
+    sharded = () if budgets.updates is None or draft.meta.get("hosts", 1) == 1 else budgets.updates.sharded
+    sliced = draft.meta.get("sliced") or ()
     homes: Mapping[str, str] = draft.meta["homes"]
     by_name: Mapping[str, Rows] = draft.meta.get("rows") or {}
     about: dict[fx.Node, _About] = {}
@@ -207,8 +246,10 @@ def _inputs(draft: fx.GraphModule, inputs: Sequence[tuple[InputSpec, fx.Node]]) 
         weights = given.role == "param" and named is not None
         place = homes.get(meta["name"], ""), str(meta["role"]), str(meta["tier"])
         fragment = given.fragment is not None
-        apart = node if fragment or rows is not None else None
-        about[node] = _About(*place, weights, named, apart, rows, fragment)
+        apart = node if fragment or rows is not None or given.name in sliced else None
+        of_parts = weights and named in budgets.parts
+        gathered = "all_gather of parts" if of_parts else "all_gather" if weights and named in sharded else ""
+        about[node] = _About(*place, weights, named, apart, rows, fragment, gathered)
     return about
 
 
@@ -223,7 +264,7 @@ def summary_of(sketch: Sketch, outline: Outline, machine: Machine, workspace: Wo
     for each, shape in zip(sketch.regions, shapes, strict=True):
         if each.last[0] is not operands:  # most summaries share these with the one before
             of = tuple([operands[node] for node in shape.nodes])
-            make = partial(_summarised, each, shape, of, machine, workspace)
+            make = partial(_summarised, each, shape, of, outline, machine, workspace)
             each.last = operands, remembered(each.memo, of, _MOST_REGIONS, make)
         summarised.append(each.last[1])
     first = next((position for position, region in enumerate(summarised) if region.phase), len(summarised))
@@ -237,58 +278,84 @@ def _shape_of(region: Drawn, outline: Outline) -> _Shape:
             nbytes = value.meta["nbytes"]
             about = value, value.meta["role"], nbytes, placed(nbytes), value in outline.returned
             results.append(_Made(*about, outline.leaving.get(value)))
-        inputs = [value for value in dict.fromkeys(region.reads) if value in outline.inputs]
+        inputs, ends = [value for value in dict.fromkeys(region.reads) if value in outline.inputs], dict[fx.Node, Any]()
+        if not outline.sliced.isdisjoint(inputs):
+            body = region.kernel.graph
+            given = dict(zip(placeholders(body), region.reads, strict=True))
+            ends = {given[node]: given[end] for node, end in read_by_slices(body).items() if end in given}
+            ends = {node: end for node, end in ends.items() if node in outline.sliced and end not in outline.inputs}
         leaves = [(each, each.leaving) for each in results if each.leaving is not None]
         region.memo["shape"] = _Shape(
             inputs,
             [each for each in results if each.leaving is None],
             [each for each, _ in leaves],
-            tuple([node for _, (_, _, node, updates) in leaves if updates]),
-            [*inputs, *[node for _, (_, _, node, _) in leaves]],
+            tuple([leaves.of for _, leaves in leaves if leaves.updates]),
+            [*inputs, *[leaves.of for _, leaves in leaves]],
+            ends,
         )
     shape: _Shape = region.memo["shape"]
     return shape
 
 
-def _summarised(there: Placed, shape: _Shape, of: Sequence[Operand], machine: Machine, workspace: Workspace) -> Region:
+def _summarised(
+    there: Placed, shape: _Shape, of: Sequence[Operand], outline: Outline, machine: Machine, workspace: Workspace
+) -> Region:
     """Summarises a region. ``of``: by node of its shape, the operand that this is part of."""
     region, readers = there.region, dict(zip(there.region.makes, there.readers, strict=True))
     about: tuple[int, float, int] | None = region.memo.get("about")
     if about is None:  # sketches are of one problem: of one machine
         about = PHASES.index(region.phase), kernel_us(region.kernel, machine), workspace(region.kernel)
         region.memo["about"] = about
-    count = len(shape.inputs)
-    return Region(
-        *about, list(dict.fromkeys(of[:count])), *_staying(region, shape, readers), _leaving(shape, readers, of[count:])
-    )
+    count, operands = len(shape.inputs), dict(zip(shape.nodes, of, strict=True))
+    activations, others, places = _staying(region, shape, readers, outline)
+    leaving, ends = _leaving(shape, readers, of[count:], outline), {operands[node]: end for node, end in shape.ends.items()}
+    return Region(*about, list(dict.fromkeys(of[:count])), activations, others, leaving, ends, places)
 
 
-def _staying(region: Drawn, shape: _Shape, readers: Mapping[Any, tuple[int, ...]]) -> tuple[list[Value], list[Value]]:
-    """Returns the activations that a region makes, and the other values."""
+def _staying(
+    region: Drawn, shape: _Shape, readers: Mapping[Any, tuple[int, ...]], outline: Outline
+) -> tuple[list[Value], list[Value], dict[Any, int]]:
+    """Returns the activations that a region makes, the other values, and of each value its place among these."""
     activations: list[Value] = []
     others: dict[tuple[object, ...], Value] = {}
+    made: dict[Any, Value] = {}
     for result in shape.stays:
         used = readers[result.value]
+        apart = bool(outline.sliced) and not result.value.meta["val"].is_floating_point()  # it may be where rows end
         if result.role == "activation":
             name = "" if region.renamed else result.value.name
-            activations.append(Value(result.nbytes, result.slot, used, name, result.returned))
+            activations.append(Value(result.nbytes, result.slot, used, name, result.returned, apart))
+            made[result.value] = activations[-1]
         else:
-            alike = result.role, used, result.returned
-            others.setdefault(alike, Value(0, 0, used, "", result.returned)).add(result.nbytes)
-    return activations, list(others.values())
+            alike = result.role, used, result.returned, result.value if apart else None
+            made[result.value] = entry = others.setdefault(alike, Value(0, 0, used, "", result.returned, apart))
+            entry.add(result.nbytes)
+    order = {id(value): place for place, value in enumerate([*activations, *others.values()])}
+    return activations, list(others.values()), {node: order[id(value)] for node, value in made.items()}
 
 
-def _leaving(shape: _Shape, readers: Mapping[Any, tuple[int, ...]], of: Sequence[Operand]) -> list[Leaving]:
+def _leaving(
+    shape: _Shape, readers: Mapping[Any, tuple[int, ...]], of: Sequence[Operand], outline: Outline
+) -> list[Leaving]:
     """Returns the gradients and new buffers that a region makes, in the order of the outputs. ``of``: by what leaves."""
     going: dict[tuple[object, ...], Leaving] = {}
     places: dict[Leaving, int] = {}
     for result, operand in zip(shape.leaves, of, strict=True):
         assert result.leaving is not None
-        (place, home, node, updates), used = result.leaving, readers[result.value]
-        entry = going.setdefault((home, operand, updates, used), Leaving(0, 0, used, home, operand, updates))
+        (place, home, node, updates, collective), used = result.leaving, readers[result.value]
+        val = result.value.meta["val"]
+        wide = val.element_size() == 8
+        alike = home, operand, updates, used, collective, wide, result.returned
+        if (entry := going.get(alike)) is None:
+            about = {"wide": wide, "returned": result.returned, "collective": collective}
+            entry = going[alike] = Leaving(0, 0, used, home, operand, updates, **about)
         entry.add(result.nbytes)
+        entry.count += 1
+        if collective == "reduce_scatter":
+            entry.share = entry.share or Size()
+            entry.share.add(share_of(outline.ranks, val)["nbytes"])
         if (rows := operand.rows) is not None:
-            row_nbytes = result.value.meta["val"].shape[1] * result.value.meta["val"].element_size()
+            row_nbytes = val.shape[1] * val.element_size()
             entry.crossing, entry.whole = rows.count * row_nbytes, aligned(rows.rows * row_nbytes)
         if place < places.get(entry, place + 1):
             places[entry], entry.name = place, node.name
@@ -305,14 +372,14 @@ def _operands(
             making.setdefault(node, []).append(position)
     alike: dict[tuple[object, ...], list[fx.Node]] = {}
     for node, about in outline.inputs.items():
-        key = (*about[:6], readers.get(node, ()), *making.get(node, ()))
+        key = (*about[:6], about.gathered, readers.get(node, ()), *making.get(node, ()))
         alike.setdefault(key, []).append(node)
     operands: dict[fx.Node, Operand] = {}
     known = outline.operands
     for key, nodes in alike.items():
         if (shared := (key, *nodes)) not in known:
             about = outline.inputs[nodes[0]]
-            operand = Operand(0, 0, len(known), about.home, about.role, about.tier, about.weights, about.rows, about.fragment)
+            operand = Operand(0, 0, *about[:4], about.rows, about.fragment, about.gathered)
             for node in nodes:
                 operand.add(node.meta["nbytes"])
             known[shared] = operand

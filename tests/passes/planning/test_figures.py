@@ -25,7 +25,18 @@ from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
 from mtcompile.passes.planning.pace import impatient, with_pace
 from mtcompile.passes.planning.problem import PlanningProblem
 from tests.helpers.tracing import traced_case
-from tests.passes.planning.drawn_plans import BOUNDED, MACHINES, SLOW, WAYS, crossing, in_fragments, varied, with_homes_on_disk
+from tests.passes.planning.drawn_plans import (
+    BOUNDED,
+    MACHINES,
+    SLOW,
+    WAYS,
+    crossing,
+    in_fragments,
+    problem_of_ranks,
+    sliced,
+    varied,
+    with_homes_on_disk,
+)
 
 CASES = {"chain", "tied", "cnn", "crossing", "fragments"}
 
@@ -36,21 +47,52 @@ def step_of(case: str) -> Any:
     return BOUNDED[case]() if case in BOUNDED else traced_case(case).step
 
 
-@pytest.mark.parametrize("plans", [4, pytest.param(120, marks=pytest.mark.long)])
+def check(problem: PlanningProblem, plan: Plan, candidates: Candidates) -> None:
+    """Checks the plan, and it with other paces of its updates."""
+    evaluator, others = candidates._evaluator, [impatient(plan)]
+    due = evaluator.due_first(plan)
+    if plan.updates is not None and not plan.updates.held:
+        others.append(with_pace(plan, True, due))
+    for one in (plan, *(other for other in others if other is not None)):
+        expected = evaluate(problem, candidates.draft, one).plan
+        assert evaluator.figures(one) == Figures(expected.peak_bytes, expected.step_time_us, expected.update_us)
+
+
+@pytest.mark.parametrize("plans", [5, pytest.param(120, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_figures_are_those_of_the_schedule(case: str, plans: int) -> None:
-    rnd, ways = random.Random(case), sorted(WAYS.keys() - {"held"})
+    rnd, ways = random.Random(case), sorted(WAYS)
     for number in range(plans):
         machine, way = MACHINES[number % len(MACHINES)], WAYS[ways[number % len(ways)]]
-        candidates = Candidates(PlanningProblem(step_of(case), machine, Budgets(updates=way)))
+        candidates = Candidates(problem := PlanningProblem(step_of(case), machine, Budgets(updates=way)))
+        check(problem, varied(candidates, rnd), candidates)
+
+
+@pytest.mark.parametrize("plans", [5, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("case", ["cnn", "tied"])
+def test_figures_of_ranks_are_those_of_the_schedule(case: str, hosts: int, plans: int) -> None:
+    rnd, ways, combined = random.Random(case), sorted(WAYS), set[str]()
+    for number in range(plans):
+        way = WAYS[ways[number % len(ways)]]
+        candidates = Candidates(problem := problem_of_ranks(case, MACHINES[number % len(MACHINES)], way, hosts, rnd))
+        check(problem, plan := varied(candidates, rnd), candidates)
+        schedule = evaluate(problem, candidates.draft, plan).schedule
+        combined |= {i.kernel.partition("_")[0] for i in schedule.instructions if i.work == "collective"}
+    assert combined >= {"reduce", *(["scatter", "gather"] if hosts > 1 else ())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plans", [5, pytest.param(60, marks=pytest.mark.long)])
+def test_figures_of_slices_are_those_of_the_schedule(plans: int) -> None:
+    rnd, ways, by_slices = random.Random(0), sorted(WAYS), 0
+    for number in range(plans):
+        budgets = Budgets(updates=WAYS[ways[number % len(ways)]], disk=1 << 40)
+        candidates = Candidates(problem := PlanningProblem(sliced(), MACHINES[number % len(MACHINES)], budgets))
         plan = varied(candidates, rnd)
-        due = candidates._evaluator.due_first(plan)
-        assert due is not None
-        for one in (plan, impatient(plan), _with_order(plan, due)):
-            if one is not None:
-                expected = evaluate(candidates.problem, candidates.draft, one).plan
-                figures = Figures(expected.peak_bytes, expected.step_time_us, expected.update_us)
-                assert candidates._evaluator.figures(one) == figures
+        check(problem, plan := with_homes_on_disk(plan, rnd) if number % 2 else plan, candidates)
+        by_slices += sum(bool(i.ends) for i in evaluate(problem, candidates.draft, plan).schedule.instructions)
+    assert by_slices
 
 
 @pytest.mark.parametrize("plans", [8, pytest.param(60, marks=pytest.mark.long)])
@@ -112,31 +154,20 @@ def test_a_plan_made_of_another_is_read_by_what_differs(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("plans", [4, pytest.param(120, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_figures_of_plans_with_homes_on_disk_are_those_of_the_schedule(case: str, plans: int) -> None:
-    rnd, ways = random.Random(case), sorted(WAYS.keys() - {"held"})
+def test_figures_of_plans_on_disk_are_those_of_the_schedule(case: str, plans: int) -> None:
+    """Of homes and of activations."""
+    rnd, ways = random.Random(case), sorted(WAYS)
     for number in range(plans):
         machine, way = MACHINES[number % len(MACHINES)], WAYS[ways[number % len(ways)]]
         budgets = Budgets(
             updates=way, disk=1 << 40, disk_staging=1 << 16, disk_updates=True, update_piece=rnd.choice([0, 4096])
         )
-        candidates = Candidates(PlanningProblem(step_of(case), machine, budgets))
-        plan = with_homes_on_disk(varied(candidates, rnd), rnd)
-        due = candidates._evaluator.due_first(plan)
-        assert due is not None
-        for one in (plan, impatient(plan), _with_order(plan, due)):
-            if one is not None:
-                expected = evaluate(candidates.problem, candidates.draft, one).plan
-                figures = Figures(expected.peak_bytes, expected.step_time_us, expected.update_us)
-                assert candidates._evaluator.figures(one) == figures
+        candidates = Candidates(problem := PlanningProblem(step_of(case), machine, budgets))
+        check(problem, with_homes_on_disk(varied(candidates, rnd), rnd), candidates)
 
 
-def _with_order(plan: Plan, order: tuple[str, ...]) -> Plan | None:
-    return with_pace(plan, True, order) if plan.updates is not None else None
-
-
-@pytest.mark.parametrize(("case", "way"), [("mixed", "as gradients arrive"), ("tied", "held")])
-def test_where_the_host_casts_or_updates_are_held_schedules_tell_the_figures(case: str, way: str) -> None:
-    candidates = Candidates(PlanningProblem(step_of(case), SLOW, Budgets(updates=WAYS[way])))
+def test_where_the_host_casts_schedules_tell_the_figures() -> None:
+    candidates = Candidates(PlanningProblem(step_of("mixed"), SLOW, Budgets(updates=WAYS["as gradients arrive"])))
     plan = replace(candidates.base, narrow=True)
     assert candidates._evaluator.figures(plan) is None and candidates._evaluator.due_first(plan) is None
     assert candidates.evaluate(plan).plan == evaluate(candidates.problem, candidates.draft, plan).plan

@@ -132,9 +132,13 @@ static void put_on(Stack *stack, const Place *at, int right_above) {
 
 /* Gives each slot bytes of its arena: largest first, at the lowest place that is free while it lives. */
 static void place_slots(Work *w, Slot *slots, int64_t count, int64_t *arenas) {
-    Place *located[KINDS] = {0, mt_room(w, count, sizeof(Place)), mt_room(w, count, sizeof(Place))};
+    Place *located[KINDS];
     int64_t counts[KINDS] = {0};
-    Stack stacks[KINDS] = {EMPTY_STACK, EMPTY_STACK, EMPTY_STACK};
+    Stack stacks[KINDS];
+    for (int kind = 0; kind < KINDS; kind++) {
+        located[kind] = kind == POOLED ? NULL : mt_room(w, count, sizeof(Place));
+        stacks[kind] = (Stack)EMPTY_STACK;
+    }
     qsort(slots, (size_t)count, sizeof *slots, larger_first);
     for (int64_t i = 0; i < count; i++) {
         Slot *slot = &slots[i];
