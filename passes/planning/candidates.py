@@ -163,7 +163,7 @@ class Candidates:
 
     @cached_property
     def _evaluator(self) -> Evaluator:
-        return Evaluator(self.problem, self.draft, self._casts, known=self._akin and self._akin._evaluator)
+        return Evaluator(self.problem, self.draft, known=self._akin and self._akin._evaluator)
 
     @cached_property
     def _casts(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import Candidate
@@ -22,27 +23,30 @@ from mtcompile.runtime.sim import clock
 _EXPOSED = 0.005  # of a step: updates that add less than this to it need no other order
 
 
+class Due(NamedTuple):
+    """The ``order`` in which updates on the host are due, and whether the host ``casts`` anything beside them."""
+
+    order: tuple[str, ...]
+    casts: bool
+
+
 Arriving = list[tuple[float, int, float, str]]  # when an update's gradients are there, when it is due, its µs, its name
 
 
 def paced(
     plan: Plan,
     evaluate: Callable[[Plan], Candidate],
-    due_first: Callable[[Plan], tuple[str, ...] | None] = lambda plan: None,
+    due_first: Callable[[Plan], Due | None] = lambda plan: None,
 ) -> Candidate:
     """Evaluates a plan with patient updates as gradients arrive. If they add to the step, also in the order in which they are
     due, and without waiting gradients where the host casts as well. Returns the fastest; of equal ones, that which needs
-    least of the host. ``due_first``: gives that order for a plan whose host casts nothing; None: only the schedule tells."""
+    least of the host. ``due_first``: gives that order; None: only the schedule tells."""
     if plan.updates is None or plan.updates.held or plan.updates.in_turn:
         return evaluate(plan)
     candidate = evaluate(with_pace(plan, True, ()))
     if candidate.plan.update_us < _EXPOSED * candidate.plan.step_time_us:
         return candidate
-    tried, casts = [candidate], False
-    if (order := due_first(candidate.plan)) is None:
-        schedule = candidate.schedule
-        order = _due_first(schedule)
-        casts = any(i.work == "convert" and i.phase == PHASES[1] for i in schedule.instructions)
+    tried, (order, casts) = [candidate], due_first(candidate.plan) or _due_first(candidate.schedule)
     if plan.updates.run_ahead and order:
         tried.insert(0, evaluate(with_pace(plan, True, order)))
     if casts:
@@ -63,7 +67,7 @@ def with_pace(plan: Plan, patient: bool, order: tuple[str, ...]) -> Plan:
     return plan.changed(updates=replace(updates, patient=patient and not updates.in_turn, order=order))
 
 
-def _due_first(schedule: Schedule) -> tuple[str, ...]:
+def _due_first(schedule: Schedule) -> Due:
     """Returns the updates on the host, earliest due date first, each by its first parameter."""
     derived = waits(schedule)
     _, ends = clock(schedule, waits=derived)
@@ -77,7 +81,8 @@ def _due_first(schedule: Schedule) -> tuple[str, ...]:
             homes = [schedule.buffers[name].version_of for name in instruction.writes]
             last = len(schedule)
             arriving.append((there, min(due.get(home, last) for home in homes), instruction.time_us, homes[0]))
-    return earliest_due(arriving)
+    casts = any(i.work == "convert" and i.phase == PHASES[1] for i in schedule.instructions)
+    return Due(earliest_due(arriving), casts)
 
 
 def earliest_due(arriving: Arriving) -> tuple[str, ...]:

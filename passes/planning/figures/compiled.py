@@ -20,7 +20,7 @@ from mtcompile.passes.planning.figures.layout import COLLECTIVES, PER_LEAVING, L
 from mtcompile.passes.planning.figures.summary import Summary
 from mtcompile.runtime.schedule import ALIGNMENT
 
-_VERSION = 11  # of the interface of c/
+_VERSION = 12  # of the interface of c/
 ON_DEVICE, ON_HOST, ON_DISK = 1, 2, 3  # kinds of slots
 _QUEUES = "compute", "h2d", "d2h", "host", "disk_read", "disk_write", "network"
 _BITS = {  # of what is decided about a home
@@ -39,7 +39,7 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
 class _Step(ctypes.Structure):
     _fields_ = (
         *_fields(ctypes.c_int64, "regions operands homes first_backward tangents"),
-        *_fields(ctypes.c_void_p, "region us reads ends readers operand value leaving"),
+        *_fields(ctypes.c_void_p, "region us reads readers operand value leaving"),
     )
 
 
@@ -63,7 +63,7 @@ class _Choices(ctypes.Structure):
 class _Result(ctypes.Structure):
     _fields_ = (
         *(("arenas", ctypes.c_int64 * 4), ("most", ctypes.c_int64), ("copied", ctypes.c_int64 * 2)),
-        *(("read", ctypes.c_int64 * 2), ("written", ctypes.c_int64 * 2), ("updates", ctypes.c_int64)),
+        *(("read", ctypes.c_int64 * 2), ("written", ctypes.c_int64 * 2), *_fields(ctypes.c_int64, "updates casts")),
         *_fields(ctypes.c_double, "alone backward period collectives"),
         ("order", ctypes.c_void_p),
     )
@@ -95,7 +95,8 @@ class Measures:
     """The needs of a plan's calls, and the time that they take: bytes of the ``arenas`` by kind and of all else on the device,
     at ``most``; µs of forward and backward and of the ``backward``, both as if updates took no time, and from one step to the
     next (``period``), and those of ``collectives``; bytes that are ``copied``, and that are read from disk and written there
-    (``drives``), both in a step and in its backward; ``due_first``: the updates on the host in the order in which they are
+    (``drives``), both in a step and in its backward; ``casts``: whether the host casts
+    anything in the backward; ``due_first``: the updates on the host in the order in which they are
     due (see ``pace``)."""
 
     arenas: Sequence[int]
@@ -106,6 +107,7 @@ class Measures:
     collectives: float
     copied: tuple[int, int]
     drives: tuple[tuple[int, int], tuple[int, int]]
+    casts: bool
     due_first: Callable[[], tuple[str, ...]]
 
 
@@ -223,7 +225,7 @@ class CompiledStep(NamedTuple):
         def due_first() -> tuple[str, ...]:
             return tuple(map(steps.name, order[:count]))
 
-        return Measures(result.arenas, result.most, *spans, tuple(result.copied), drives, due_first)
+        return Measures(result.arenas, result.most, *spans, tuple(result.copied), drives, bool(result.casts), due_first)
 
 
 def _waits(choice: Choice, late: bool) -> int:

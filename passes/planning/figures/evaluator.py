@@ -15,7 +15,9 @@ from mtcompile.passes.planning.evaluate import identity
 from mtcompile.passes.planning.figures.compiled import ON_DEVICE, ON_DISK, ON_HOST, CompiledStep, CompiledSteps, Measures
 from mtcompile.passes.planning.figures.sketch import Sketches
 from mtcompile.passes.planning.figures.summary import Outline, Unsupported, outline_of, summary_of
+from mtcompile.passes.planning.pace import Due
 from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.rewrites.casts import may_cast
 
 _MOST_SUMMARIES = 256  # that are remembered
 
@@ -29,18 +31,16 @@ class Figures(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates plans of one problem. ``draft``: of its step. ``casts``: whether the host may cast anything. ``known``: of a
-    problem whose plans have the same figures."""
+    """Evaluates plans of one problem. ``draft``: of its step. ``known``: of a problem whose plans have the same figures."""
 
     def __init__(
         self,
         problem: PlanningProblem,
         draft: fx.GraphModule,
-        casts: bool,
         known: Evaluator | None = None,
     ) -> None:
         self.problem = problem
-        self._casts = casts
+        self._may_cast = may_cast(problem.step)
         self.able = True
         self._known = known
         self._sketches: Sketches = Sketches(draft) if known is None else known._sketches
@@ -60,14 +60,15 @@ class Evaluator:
         """Returns a plan's figures; None where only its schedule tells them."""
         return self._evaluated(plan)[0] if self._supports(plan) else None
 
-    def due_first(self, plan: Plan) -> tuple[str, ...] | None:
+    def due_first(self, plan: Plan) -> Due | None:
         """Returns a plan's updates on the host in the order in which they are due (see ``pace``); None as ``figures``."""
         if not self._supports(plan):
             return None
-        return self._evaluated(plan)[1].due_first()
+        measures = self._evaluated(plan)[1]
+        return Due(measures.due_first(), measures.casts)
 
     def _supports(self, plan: Plan) -> bool:
-        if not self.able or (self._casts and plan.narrow):
+        if not self.able:
             return False
         try:
             self._summary(plan)
@@ -76,13 +77,19 @@ class Evaluator:
         return self.able
 
     def _summary(self, plan: Plan) -> CompiledStep:
-        key = plan.decisions.recomputed, plan.span
+        key: tuple[object, ...] = plan.decisions.recomputed, plan.span
+        if self._casting(plan):
+            key = *key, plan.decisions.token, plan.wide
         return remembered(self._summaries, key, _MOST_SUMMARIES, lambda: self._summarised(plan))
 
     def _summarised(self, plan: Plan) -> CompiledStep:
         sketch = self._sketches.of(plan)
         outline = self._outline if sketch.graph is self._sketches.draft else outline_of(sketch.graph, self.problem.budgets)
-        return self._compiled.step(summary_of(sketch, outline, self.problem.machine, self.problem.workspace))
+        casting = plan if self._casting(plan) else None
+        return self._compiled.step(summary_of(sketch, outline, self.problem.machine, self.problem.workspace, casting))
+
+    def _casting(self, plan: Plan) -> bool:
+        return plan.narrow and self._may_cast
 
     def _evaluated(self, plan: Plan) -> tuple[Figures, Measures]:
         if self._last is not None and _same(self._last[0], plan):

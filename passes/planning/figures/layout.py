@@ -16,14 +16,17 @@ from mtcompile.passes.memo import remembered
 from mtcompile.passes.planning.figures.summary import Leaving, Operand, Region, Summary, Value
 
 _OF_WEIGHTS = 1 | 2 | 4  # bits of what is decided about weights alone (see compiled.py)
-PER_LEAVING, _OF = 18, 7  # numbers of what leaves; the one of the operand that it is of
+PER_LEAVING, _OF = 20, 7  # numbers of what leaves; the one of the operand that it is of
 COLLECTIVES = "", "all_reduce", "reduce_scatter", "broadcast", "all_gather", "all_gather of parts"  # as in c/figures.h
+_PER_READ = 7
 _MOST_OPERANDS = 16  # tables that are remembered
 
 
 class _Part(NamedTuple):
-    """The tables of one region. Readers and groups count from its first ones; ``leaving`` has no places of operands yet."""
+    """The tables of one region. Readers, groups and casts count from its first ones; ``reads`` and ``leaving`` have no places
+    of operands yet."""
 
+    reads: array[int]
     readers: array[int]
     values: array[int]
     leaving: array[int]
@@ -45,11 +48,10 @@ class Layout:
         return len(self.homes), len(self.activations), len(self.leaving), *self.masks
 
     def tables(self, summary: Summary) -> Sequence[array[int] | array[float]]:
-        """Returns the tables of regions, their µs, reads and where their slices end, readers, operands, values and what is
-        leaving."""
+        """Returns the tables of regions, their µs, reads, readers, operands, values and what is leaving."""
         (operands, places), regions = self._operands_of(summary.operands), summary.regions
         parts, entries = list(map(self._part, regions)), [entry for region in regions for entry in region.leaving]
-        about = [region.phase for region in regions], [region.workspace for region in regions]
+        about = [r.phase for r in regions], [r.workspace for r in regions], [r.gone for r in regions]
         reads, readers = _places(len(region.reads) for region in regions), _places(len(part.readers) for part in parts)
         values = _places(len(region.activations) + len(region.others) for region in regions)
         others = map(add, values, (*(len(region.activations) for region in regions), 0))
@@ -57,15 +59,16 @@ class Layout:
         rows = zip(*((*column, 0) for column in about), *firsts, strict=True)
         leaving = _joined(part.leaving for part in parts)
         leaving[_OF::PER_LEAVING] = array("q", [places[entry.of] for entry in entries if entry.of is not None])
-        makers = {}
+        reading = _joined(part.reads for part in parts)
+        reading[0::_PER_READ] = array("q", [places[operand] for region in regions for operand in region.reads])
         if any(region.ends for region in regions):
             makers = {node: (values[i] + place, i) for i, each in enumerate(regions) for node, place in each.places.items()}
-        ends = (makers[region.ends[o]] if o in region.ends else (-1, -1) for region in regions for o in region.reads)
+            ends = [makers.get(region.ends.get(operand), (-1, -1)) for region in regions for operand in region.reads]
+            reading[1::_PER_READ], reading[2::_PER_READ] = (array("q", column) for column in zip(*ends, strict=True))
         return (
             array("q", chain.from_iterable(rows)),
             array("d", [region.us for region in regions]),
-            array("q", [places[operand] for region in regions for operand in region.reads]),
-            array("q", chain.from_iterable(ends)),
+            reading,
             _joined(part.readers for part in parts),
             operands,
             _joined(part.values for part in parts),
@@ -91,12 +94,15 @@ class Layout:
         readers, values, leaving, groups = list[int](), list[int](), list[int](), dict[object, int]()
         for number, value in enumerate(region.activations):
             group = groups.setdefault(number if value.apart else (value.readers, value.returned), number)
-            values += _value(value, readers, group, self.activations.setdefault(value.name, len(self.activations)))
+            cast = -1 if value.cast is None else region.reads.index(value.cast)
+            values += _value(value, readers, group, self.activations.setdefault(value.name, len(self.activations)), cast)
         for value in region.others:
-            values += _value(value, readers, -1, -1)
+            values += _value(value, readers, -1, -1, -1)
+        waits = {value.cast for value in region.activations}
+        reads = [number for operand in region.reads for number in _read(region, operand, operand in waits)]
         for entry in region.leaving:
             leaving += self._entry(entry, readers)
-        return _Part(array("q", readers), array("q", values), array("q", leaving))
+        return _Part(array("q", reads), array("q", readers), array("q", values), array("q", leaving))
 
     def _entry(self, entry: Leaving, readers: list[int]) -> Sequence[int]:
         first = len(readers)
@@ -105,7 +111,8 @@ class Layout:
         rows_and_name = entry.crossing, entry.whole, self.leaving.setdefault(entry.name, len(self.leaving))
         sizes = entry.nbytes, entry.slot, *entry.at_home(), first, len(entry.readers)
         over_ranks = entry.count, entry.wide, entry.returned, COLLECTIVES.index(entry.collective), *entry.combined()
-        return *sizes, *about, *rows_and_name, *over_ranks
+        narrow = (0, 0) if entry.narrow is None else (entry.narrow.nbytes, entry.narrow.slot)
+        return *sizes, *about, *rows_and_name, *over_ranks, *narrow
 
     def _operand(self, operand: Operand, roles: dict[str, int]) -> Sequence[int]:
         rows = (-1, 0) if operand.rows is None else (operand.rows.count, operand.rows.nbytes)
@@ -123,10 +130,15 @@ class Layout:
         return self.homes[name]
 
 
-def _value(value: Value, readers: list[int], group: int, name: int) -> Sequence[int]:
+def _value(value: Value, readers: list[int], group: int, name: int, cast: int) -> Sequence[int]:
     first = len(readers)
     readers += value.readers
-    return value.nbytes, value.slot, first, len(value.readers), value.returned, group, name
+    return value.nbytes, value.slot, first, len(value.readers), value.returned, group, name, cast, value.unmade
+
+
+def _read(region: Region, operand: Operand, waits: bool) -> Sequence[int]:
+    narrow, unread = region.narrow.get(operand), (operand in region.unread) + (operand in region.unfetched)
+    return -1, -1, -1, *((0, 0) if narrow is None else (narrow.nbytes, narrow.slot)), waits, unread
 
 
 def _places(counts: Iterable[int]) -> Sequence[int]:

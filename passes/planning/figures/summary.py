@@ -19,6 +19,9 @@ from mtcompile.passes.analysis.slices import read_by_slices
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.memo import remembered
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.figures.casts import Fetch, Narrowed, narrowed, nbytes_of
+from mtcompile.passes.planning.figures.casts import Unsupported as Unsupported
 from mtcompile.passes.planning.figures.drawn import Drawn, Placed
 from mtcompile.passes.planning.figures.sketch import Sketch
 from mtcompile.passes.rewrites.collectives import collective_of, share_of
@@ -26,10 +29,6 @@ from mtcompile.passes.step_graph import InputSpec, inputs_of, is_region, outputs
 from mtcompile.runtime.schedule import PHASES, aligned, placed
 
 _MOST_REGIONS, _MOST_READING = 16, 256  # that are remembered, of one that is placed, and of an outline
-
-
-class Unsupported(Exception):
-    """Raised for a step or plan of which only the schedule itself tells the figures."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,12 +73,15 @@ class Operand(Size):
 @dataclass(slots=True, eq=False)
 class Value(Size):
     """Values that a region makes. ``readers``: positions of the regions that read them. ``name``: of a single activation, which
-    a plan may send home; ``returned``: the caller receives them; ``apart``: none is like it, as copies may read it too."""
+    a plan may send home; ``returned``: the caller receives them; ``apart``: none is like it, as copies may read it too.
+    ``cast``: the input whose cast waits at home in its place; ``unmade``: its region makes it no longer then."""
 
     readers: tuple[int, ...] = ()
     name: str = ""
     returned: bool = False
     apart: bool = False
+    cast: Operand | None = None
+    unmade: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +90,7 @@ class Leaving(Size):
     of; ``name``: the first of these; ``updates``: they are updated with them; of a gradient in rows, ``crossing``: bytes of
     those that cross, and ``whole``: its bytes at home. ``count``: of these values, which are ``wide`` if they have 8 bytes an
     element; ``returned``: the caller receives them too; ``collective``: what combines them over ranks, and ``share``: what one
-    rank has of them then, where it is not all."""
+    rank has of them then, where it is not all. ``narrow``: at home before the host widens it to ``widened``, if it does."""
 
     readers: tuple[int, ...] = ()
     home: str = ""
@@ -102,10 +104,13 @@ class Leaving(Size):
     returned: bool = False
     collective: str = ""
     share: Size | None = None
+    narrow: Size | None = None
+    widened: Size | None = None
 
     def at_home(self) -> tuple[int, int]:
         """The bytes at home, in the allocator and in a slot."""
-        return (self.whole, placed(self.whole)) if self.whole else (self.nbytes, self.slot)
+        size = self.widened or self
+        return (self.whole, placed(self.whole)) if self.whole else (size.nbytes, size.slot)
 
     def combined(self) -> tuple[int, int]:
         """The bytes at home once ranks have combined them."""
@@ -116,7 +121,9 @@ class Leaving(Size):
 class Region:
     """A region: ``us`` it takes, bytes of ``workspace``, ``reads`` of inputs, and what it makes: ``activations``, ``others``
     and what is ``leaving``, in the order of the outputs. ``ends``: of inputs that it reads by slices, the values that say where
-    their rows end; ``places``: of each value that it makes, among activations and others. ``memo``: what is known of it."""
+    their rows end; ``places``: of each value that it makes, among activations and others. ``narrow``: of inputs that the host
+    casts for it, what comes in; ``unread``: those that it then needs no more, and ``unfetched``, that nothing does; ``gone``:
+    nothing is left of it. ``memo``: what is known of it."""
 
     phase: int
     us: float
@@ -127,6 +134,10 @@ class Region:
     leaving: list[Leaving]
     ends: dict[Operand, Any]
     places: dict[Any, int]
+    narrow: dict[Operand, Size] = field(default_factory=dict)
+    unread: frozenset[Operand] = frozenset()
+    unfetched: frozenset[Operand] = frozenset()
+    gone: bool = False
     memo: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -253,22 +264,62 @@ def _inputs(draft: fx.GraphModule, inputs: Sequence[tuple[InputSpec, fx.Node]], 
     return about
 
 
-def summary_of(sketch: Sketch, outline: Outline, machine: Machine, workspace: Workspace) -> Summary:
-    """Summarises a step that recomputes what a plan says, before anything moves. ``outline``: of the sketch's graph. Summaries
-    share regions that are alike."""
+def summary_of(
+    sketch: Sketch, outline: Outline, machine: Machine, workspace: Workspace, casting: Plan | None = None
+) -> Summary:
+    """Summarises a step that recomputes what a plan says, before anything moves. ``outline``: of the sketch's graph.
+    ``casting``: the plan, if its host casts. Summaries share regions that are alike. Raises Unsupported."""
     shapes = [_shape_of(each.region, outline) for each in sketch.regions]
-    readers = sketch.readers
-    used = tuple([readers.get(node, ()) for node in outline.inputs]), tuple([shape.updated for shape in shapes])
-    operands, each_once = remembered(outline.reading, used, _MOST_READING, lambda: _operands(outline, readers, shapes))
+    readers, less = sketch.readers, list[Narrowed | None]([None] * len(shapes))
+    used: tuple[object, ...] = tuple([readers.get(node, ()) for node in outline.inputs]), tuple([s.updated for s in shapes])
+    if casting is not None:
+        less = narrowed(sketch.graph, sketch.regions, casting, *_crossing(sketch, shapes, outline, casting), outline.returned)
+        used = *used, tuple([each and each.key() for each in less])
+    operands, each_once = remembered(outline.reading, used, _MOST_READING, lambda: _operands(outline, readers, shapes, less))
     summarised = list[Region]()
-    for each, shape in zip(sketch.regions, shapes, strict=True):
+    for each, shape, narrow in zip(sketch.regions, shapes, less, strict=True):
         if each.last[0] is not operands:  # most summaries share these with the one before
             of = tuple([operands[node] for node in shape.nodes])
-            make = partial(_summarised, each, shape, of, outline, machine, workspace)
-            each.last = operands, remembered(each.memo, of, _MOST_REGIONS, make)
+            make = partial(_summarised, each, shape, of, narrow, outline, machine, workspace)
+            each.last = operands, remembered(each.memo, (of, narrow and narrow.key()), _MOST_REGIONS, make)
         summarised.append(each.last[1])
     first = next((position for position, region in enumerate(summarised) if region.phase), len(summarised))
     return Summary(summarised, each_once, outline.tangents, first)
+
+
+def _crossing(
+    sketch: Sketch, shapes: Sequence[_Shape], outline: Outline, plan: Plan
+) -> tuple[dict[fx.Node, list[Fetch]], list[dict[str, list[fx.Node]]]]:
+    """Returns what may cross narrow: inputs, each with the regions that it is fetched for, and what leaves each region."""
+
+    def tier(node: fx.Node) -> str:
+        about = outline.inputs[node]
+        return plan.params(about.named) if about.named is not None and about.weights else about.tier
+
+    def may(node: fx.Node, about: _About) -> bool:  # what buffers become is the step's, and parts are gathered first
+        whole = about.rows is None and about.role != "buffer" and about.gathered != "all_gather of parts"
+        return whole and about.home not in plan.wide and tier(node) == "host"
+
+    narrow = {node for node, about in outline.inputs.items() if may(node, about)}
+    fetched, staying = dict[fx.Node, list[tuple[int, list[int]]]](), dict[fx.Node, list[int]]()
+    leaving = list[dict[str, list[fx.Node]]]()
+    for position, (each, shape) in enumerate(zip(sketch.regions, shapes, strict=True)):
+        backward = each.region.phase == PHASES[1]
+        for node in shape.inputs:
+            if backward and node in staying:
+                staying[node].append(position)
+            elif node in narrow and node not in shape.ends:
+                fetched.setdefault(node, []).append((position, [position]))
+                if not backward and (home := outline.inputs[node].home) and plan.stays(home):
+                    staying[node] = fetched[node][-1][1]
+        used, by_home = dict(zip(each.region.makes, each.readers, strict=True)), dict[str, list[fx.Node]]()
+        for made in sorted(shape.leaves, key=lambda made: made.leaving.place):
+            goes = made.leaving
+            if tier(goes.of) != "device" and goes.home not in plan.wide and outline.inputs[goes.of].rows is None:
+                alone = made.role == "grad" and not made.returned and not used[made.value]
+                by_home.setdefault(goes.home, []).extend([made.value] if alone else [])
+        leaving.append(by_home)
+    return {node: [(place, tuple(users)) for place, users in each] for node, each in fetched.items()}, leaving
 
 
 def _shape_of(region: Drawn, outline: Outline) -> _Shape:
@@ -298,22 +349,45 @@ def _shape_of(region: Drawn, outline: Outline) -> _Shape:
 
 
 def _summarised(
-    there: Placed, shape: _Shape, of: Sequence[Operand], outline: Outline, machine: Machine, workspace: Workspace
+    there: Placed,
+    shape: _Shape,
+    of: Sequence[Operand],
+    less: Narrowed | None,
+    outline: Outline,
+    machine: Machine,
+    workspace: Workspace,
 ) -> Region:
-    """Summarises a region. ``of``: by node of its shape, the operand that this is part of."""
+    """Summarises a region. ``of``: by node of its shape, the operand that this is part of. ``less``: of the region if the host
+    casts for it."""
     region, readers = there.region, dict(zip(there.region.makes, there.readers, strict=True))
     about: tuple[int, float, int] | None = region.memo.get("about")
     if about is None:  # sketches are of one problem: of one machine
         about = PHASES.index(region.phase), kernel_us(region.kernel, machine), workspace(region.kernel)
         region.memo["about"] = about
     count, operands = len(shape.inputs), dict(zip(shape.nodes, of, strict=True))
-    activations, others, places = _staying(region, shape, readers, outline)
-    leaving, ends = _leaving(shape, readers, of[count:], outline), {operands[node]: end for node, end in shape.ends.items()}
-    return Region(*about, list(dict.fromkeys(of[:count])), activations, others, leaving, ends, places)
+    casts = Narrowed(region.kernel) if less is None else less
+    activations, others, places = _staying(region, shape, readers, outline, casts, operands)
+    leaving = _leaving(shape, readers, of[count:], outline, casts)
+    ends = {operands[node]: end for node, end in shape.ends.items()}
+    summary = Region(*about, list(dict.fromkeys(of[:count])), activations, others, leaving, ends, places)
+    if less is not None:
+        kernel, summary.gone = less.kernel or region.kernel, less.kernel is None
+        summary.us, summary.workspace = kernel_us(kernel, machine), workspace(kernel)
+        for node, val in less.comes.items():
+            summary.narrow.setdefault(operands[node], Size()).add(nbytes_of(val))
+        summary.unread, summary.unfetched = (
+            frozenset(operands[node] for node in some if node in operands) for some in (less.unread, less.unfetched)
+        )
+    return summary
 
 
 def _staying(
-    region: Drawn, shape: _Shape, readers: Mapping[Any, tuple[int, ...]], outline: Outline
+    region: Drawn,
+    shape: _Shape,
+    readers: Mapping[Any, tuple[int, ...]],
+    outline: Outline,
+    casts: Narrowed,
+    operands: Mapping[fx.Node, Operand],
 ) -> tuple[list[Value], list[Value], dict[Any, int]]:
     """Returns the activations that a region makes, the other values, and of each value its place among these."""
     activations: list[Value] = []
@@ -324,7 +398,9 @@ def _staying(
         apart = bool(outline.sliced) and not result.value.meta["val"].is_floating_point()  # it may be where rows end
         if result.role == "activation":
             name = "" if region.renamed else result.value.name
-            activations.append(Value(result.nbytes, result.slot, used, name, result.returned, apart))
+            cast = casts.waits.get(result.value)
+            about = result.returned, apart, cast and operands[cast], result.value in casts.unmade
+            activations.append(Value(result.nbytes, result.slot, used, name, *about))
             made[result.value] = activations[-1]
         else:
             alike = result.role, used, result.returned, result.value if apart else None
@@ -335,7 +411,7 @@ def _staying(
 
 
 def _leaving(
-    shape: _Shape, readers: Mapping[Any, tuple[int, ...]], of: Sequence[Operand], outline: Outline
+    shape: _Shape, readers: Mapping[Any, tuple[int, ...]], of: Sequence[Operand], outline: Outline, casts: Narrowed
 ) -> list[Leaving]:
     """Returns the gradients and new buffers that a region makes, in the order of the outputs. ``of``: by what leaves."""
     going: dict[tuple[object, ...], Leaving] = {}
@@ -344,13 +420,17 @@ def _leaving(
         assert result.leaving is not None
         (place, home, node, updates, collective), used = result.leaving, readers[result.value]
         val = result.value.meta["val"]
-        wide = val.element_size() == 8
-        alike = home, operand, updates, used, collective, wide, result.returned
+        wide, (made, narrow, widened) = val.element_size() == 8, casts.leaves.get(result.value, (result.nbytes, 0, 0))
+        alike = home, operand, updates, used, collective, wide, result.returned, narrow > 0
         if (entry := going.get(alike)) is None:
             about = {"wide": wide, "returned": result.returned, "collective": collective}
             entry = going[alike] = Leaving(0, 0, used, home, operand, updates, **about)
-        entry.add(result.nbytes)
+        entry.add(made)
         entry.count += 1
+        if narrow:
+            entry.narrow, entry.widened = entry.narrow or Size(), entry.widened or Size()
+            entry.narrow.add(narrow)
+            entry.widened.add(widened)
         if collective == "reduce_scatter":
             entry.share = entry.share or Size()
             entry.share.add(share_of(outline.ranks, val)["nbytes"])
@@ -363,16 +443,22 @@ def _leaving(
 
 
 def _operands(
-    outline: Outline, readers: Mapping[Any, tuple[int, ...]], shapes: Sequence[_Shape]
+    outline: Outline, readers: Mapping[Any, tuple[int, ...]], shapes: Sequence[_Shape], less: Sequence[Narrowed | None]
 ) -> tuple[dict[fx.Node, Operand], list[Operand]]:
-    """Returns the operand that each input of a step is part of, and each of them once. ``shapes``: of the regions in order."""
+    """Returns the operand that each input of a step is part of, and each of them once. ``shapes``: of the regions in order;
+    ``less``: of those for which the host casts."""
+    casts: dict[fx.Node, list[object]] = {}  # inputs -> how they come in
+    for position, each in enumerate(less):
+        for node in each.comes.keys() | each.unread if each is not None else ():
+            waits, of = node if node in each.waits.values() else None, (each.comes, each.unread, each.unfetched)
+            casts.setdefault(node, []).append((position, waits, *[node in some for some in of]))
     making: dict[fx.Node, list[int]] = {}  # parameters -> the regions that make gradients of them
     for position, shape in enumerate(shapes):
         for node in shape.updated:
             making.setdefault(node, []).append(position)
     alike: dict[tuple[object, ...], list[fx.Node]] = {}
     for node, about in outline.inputs.items():
-        key = (*about[:6], about.gathered, readers.get(node, ()), *making.get(node, ()))
+        key = (*about[:6], about.gathered, readers.get(node, ()), *making.get(node, ()), *casts.get(node, ()))
         alike.setdefault(key, []).append(node)
     operands: dict[fx.Node, Operand] = {}
     known = outline.operands

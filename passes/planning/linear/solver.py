@@ -90,7 +90,8 @@ class Solver:
         program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
         program.a_matrix_.start_, program.a_matrix_.index_ = matrix.starts, matrix.variables
         program.a_matrix_.value_ = matrix.factors
-        self._module, self._highs = highspy, highspy.Highs()
+        new: Any = highspy.Highs
+        self._module, self._highs = highspy, new()
         for name, value in _SETTINGS.items():
             self._highs.setOptionValue(name, value)
         self._patience = _Patience()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mtcompile.capture.tracing import trace_joint
+from mtcompile.capture.tracing import Traced, trace_joint
 from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
@@ -47,9 +47,13 @@ class Mixed(nn.Module):
 
 
 @functools.cache
-def mixed() -> Any:
+def traced_mixed() -> Traced:
     torch.manual_seed(0)
-    return trace(Mixed(), {"x": torch.randn(64, 64)}).step
+    return trace(Mixed(), {"x": torch.randn(64, 64)})
+
+
+def mixed() -> Any:
+    return traced_mixed().step
 
 
 @functools.cache
@@ -181,7 +185,8 @@ def with_homes_on_disk(plan: Plan, rnd: random.Random) -> Plan:
 def of_ranks(case: str, hosts: int) -> Any:
     """A step that four ranks run together."""
     torch.compiler.reset()
-    return build(traced_case(case).joint, input_homes=InputHomes(ranks=4, hosts=hosts))
+    traced = traced_mixed() if case == "mixed" else traced_case(case)
+    return build(traced.joint, input_homes=InputHomes(ranks=4, hosts=hosts))
 
 
 def problem_of_ranks(case: str, machine: Machine, updates: Updates | None, hosts: int, rnd: random.Random) -> PlanningProblem:

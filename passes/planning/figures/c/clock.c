@@ -177,6 +177,7 @@ static void figures(Work *w, Result *result) {
     result->period = w->choices->run_ahead ? mt_clock(w, &lives, &first.late, 1).drained : first.end;
     for (int64_t place = 0; place < w->length; place++) {
         const Call *call = &w->calls[w->order[place]];
+        result->casts |= call->queue == HOST && call->phase && !call->is_update;
         result->collectives += call->queue == NETWORK ? call->us : 0.0;
         for (int phase = 0; phase <= call->phase; phase++) {
             result->copied[phase] += call->copied;
@@ -228,7 +229,7 @@ void *mt_grown(Work *w, void *old, int64_t *room, int64_t count, int64_t size) {
 
 #define EXPORT __attribute__((visibility("default")))
 
-EXPORT int mt_figures_version(void) { return 11; }
+EXPORT int mt_figures_version(void) { return 12; }
 
 static int failed(Work *w, Result *result) {
     if (setjmp(w->out_of_memory))

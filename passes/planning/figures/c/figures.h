@@ -22,9 +22,10 @@ enum home { AT_DEVICE = 1, AT_DISK = 2, STAYS = 4, LATE = 8, EARLY = 16 }; /* bi
 /* ------------------------------------------------------------------- from ../compiled.py, which has the same structures */
 
 /* Values that are alike. group: of an activation, the first one of its region with the same readers, returned or not as it is;
- * name: of an activation. group and first_reader (in Step.readers) count from the first of its region. */
+ * name: of an activation; cast: the read, counted from the first of its region, of which the cast waits at home in its place, or
+ * -1; unmade: the region makes it no longer then. group and first_reader (in Step.readers) count from the first of its region. */
 typedef struct {
-    int64_t nbytes, slot, first_reader, readers, returned, group, name;
+    int64_t nbytes, slot, first_reader, readers, returned, group, name, cast, unmade;
 } Value;
 
 /* nbytes, slot: at home; read_slot: on the host, where a disk fills it; there_*: on the device. row_count: -1 where whole values
@@ -36,24 +37,32 @@ typedef struct {
 
 /* at_home_*: once it is there; crossing, whole: of rows, the bytes that cross and those that they are filled up to; name: the
  * number of the first of the inputs that it is of; count: of gradients, some of them of 8 bytes an element if wide; collective:
- * that combines it over ranks, with what comes of that. */
+ * that combines it over ranks, with what comes of that; narrow_*: at home before the host widens it, 0 if it does not. */
 typedef struct {
     int64_t nbytes, slot, at_home_nbytes, at_home_slot, first_reader, readers, home, operand, updates, crossing, whole, name;
-    int64_t count, wide, returned, collective, combined_nbytes, combined_slot;
+    int64_t count, wide, returned, collective, combined_nbytes, combined_slot, narrow_nbytes, narrow_slot;
 } Leaving;
 
-/* A region's reads, values (activations first) and leaving end where those of the next one begin. */
+/* An operand that a region reads. end, ends_at: of a read by slices, the value that says where their rows end, and the region
+ * that makes it; else -1. narrow_*: as it comes in once the host has cast it, 0 if it does not; waits: its cast waits at home
+ * for the backward. unread: the region does not need it any more, and if 2, no other one that it is fetched for. */
 typedef struct {
-    int64_t phase, workspace, first_read, first_reader, first_value, first_other, first_leaving;
+    int64_t operand, end, ends_at, narrow_nbytes, narrow_slot, waits, unread;
+} Read;
+
+/* A region's reads, values (activations first) and leaving end where those of the next one begin. gone: nothing is left of it
+ * once the host casts. */
+typedef struct {
+    int64_t phase, workspace, gone, first_read, first_reader, first_value, first_other, first_leaving;
 } Region;
 
-/* A step as it recomputes what a plan says. There is one more region than there are, which says where all ends. ends: of a read
- * by slices, the value that says where their rows end, and the region that makes it; else -1. */
+/* A step as it recomputes what a plan says. There is one more region than there are, which says where all ends. */
 typedef struct {
     int64_t regions, operands, homes, first_backward, tangents;
     const Region *region;
     const double *us;
-    const int64_t *reads, *ends, *readers;
+    const Read *reads;
+    const int64_t *readers;
     const Operand *operand;
     const Value *value;
     const Leaving *leaving;
@@ -76,10 +85,11 @@ typedef struct {
 } Choices;
 
 /* arenas: bytes by kind; period: from one step to the next. By phase, of that one and later ones: bytes that are copied, and
- * that are read from disk and written there. collectives: their us. order: the names of updates on the host, as many as updates says, as they would
+ * that are read from disk and written there. collectives: their us. casts:
+ * whether the host casts anything in the backward. order: the names of updates on the host, as many as updates says, as they would
  * best come (see ../../pace.py). */
 typedef struct {
-    int64_t arenas[KINDS], most, copied[2], read[2], written[2], updates;
+    int64_t arenas[KINDS], most, copied[2], read[2], written[2], updates, casts;
     double alone, backward, period, collectives;
     int64_t *order;
 } Result;
@@ -100,10 +110,11 @@ typedef struct {
 } Buffer;
 
 /* reads, writes: buffers; inputs, updated: operands; update: the first of what leaves that it updates, else -1; is_update: it
- * is work of updates; group: gradients that it makes or has at home, else -1; next: of the calls around one region. */
+ * is work of updates; group: gradients that it makes or has at home, else -1; cast: the host's, before it comes in or after it has gone home, else -1;
+ * gone: it is not listed; next: of the calls around one region. */
 typedef struct {
     List reads, writes, inputs, updated;
-    int32_t queue, phase, early, update, is_update, group, next;
+    int32_t queue, phase, early, update, is_update, group, cast, gone, next;
     int64_t workspace, copied, read, written;
     double us;
 } Call;
@@ -125,7 +136,7 @@ typedef struct {
     Buffer *buffers;
     Gradients *gradients;
     Link *links;
-    int32_t *order;
+    int32_t *order, *cast_buffers; /* by read whose cast waits at home: the buffer that has it */
     int64_t call_count, call_room, buffer_count, buffer_room, gradient_count, gradient_room, link_count, link_room, length;
     Chunk *chunks; /* all memory, freed at the end; the last one has bytes that are free, as many as are left */
     char *free;

@@ -13,7 +13,8 @@ static int32_t new_call(Work *w, int queue, double us, int phase) {
     if (w->call_count == w->call_room)
         w->calls = mt_grown(w, w->calls, &w->call_room, w->call_count, sizeof(Call));
     w->calls[w->call_count] = (Call){.reads = EMPTY, .writes = EMPTY, .inputs = EMPTY, .updated = EMPTY, .queue = queue,
-                                     .phase = phase, .update = -1, .group = -1, .next = -1, .us = us};
+                                     .phase = phase, .update = -1, .group = -1, .cast = -1, .next = -1,
+                                     .us = us};
     return (int32_t)w->call_count++;
 }
 
@@ -60,6 +61,9 @@ static double collective_us(const Costs *costs, int64_t nbytes, int kind) {
     return (through_host + crossings * (double)nbytes / costs->network_gbps) / 1e3;
 }
 
+/* The host reads and writes what it casts. */
+static double cast_us(const Costs *costs, int64_t nbytes) { return (double)nbytes / costs->host_gbps / 1e3; }
+
 static int64_t rounded(int64_t nbytes, int64_t unit) { return (nbytes + unit - 1) / unit * unit; }
 
 /* ---------------------------------------------------------------------------------------------- calls around a region */
@@ -104,26 +108,69 @@ static int is_away(const Work *w, const Operand *operand) {
 
 /* ------------------------------------------------------------------------------------------------------------------- fetches */
 
+enum as { AT_HOME, CAST, THERE }; /* of what is fetched: as a disk has it, as the host casts it, and as it comes in */
+
+static int is_there(const Read *read, int as) {
+    return as == CAST ? read->narrow_nbytes && !read->waits : as == AT_HOME || read->unread < 2;
+}
+
 /* Adds a buffer for the operands of each role to list. */
-static void by_role(Work *w, int kind, List operands, List *list) {
+static void by_role(Work *w, int kind, List operands, int as, List *list) {
     const Operand *operand = w->step->operand;
     for EACH(link, operands, w) {
         int64_t role = operand[w->links[link].value].role, nbytes = 0, slot = 0;
-        int seen = 0;
+        int seen = !is_there(&w->step->reads[w->links[link].other], as);
         for (int32_t other = operands.first; other != link && !seen; other = w->links[other].next)
-            seen = operand[w->links[other].value].role == role;
+            seen = operand[w->links[other].value].role == role && is_there(&w->step->reads[w->links[other].other], as);
         if (seen)
             continue;
         for (int32_t other = link; other >= 0; other = w->links[other].next) {
             const Operand *alike = &operand[w->links[other].value];
-            if (alike->role == role)
-                nbytes += kind == ON_HOST ? alike->nbytes : alike->there_nbytes,
-                    slot += kind == ON_HOST ? alike->read_slot : alike->there_slot;
+            const Read *read = &w->step->reads[w->links[other].other];
+            if (alike->role != role || !is_there(read, as))
+                continue;
+            const int narrow = read->narrow_nbytes && as != AT_HOME;
+            nbytes += narrow ? read->narrow_nbytes : as == AT_HOME ? alike->nbytes : alike->there_nbytes;
+            slot += narrow ? read->narrow_slot : as == AT_HOME ? alike->read_slot : alike->there_slot;
         }
         const int32_t buffer = new_buffer(w, kind, nbytes, slot, 0);
-        w->buffers[buffer].by_disk = kind == ON_HOST;
+        w->buffers[buffer].by_disk = as == AT_HOME;
         push(w, list, buffer, 0);
     }
+}
+
+/* Lets the host cast what crosses narrow before it is fetched. */
+static void cast_first(Work *w, int32_t fetch, List operands) {
+    const Step *step = w->step;
+    int64_t nbytes = 0;
+    List writes = EMPTY, inputs = EMPTY;
+    for EACH(link, operands, w) {
+        const int32_t number = w->links[link].value, at = w->links[link].other;
+        if (!step->reads[at].narrow_nbytes) {
+            push(w, &w->calls[fetch].inputs, number, 0);
+            continue;
+        }
+        push(w, &inputs, number, 0);
+        nbytes += step->operand[number].nbytes + step->reads[at].narrow_nbytes;
+        if (step->reads[at].waits) {
+            w->cast_buffers[at] = new_buffer(w, ON_HOST, step->reads[at].narrow_nbytes, step->reads[at].narrow_slot, 0);
+            push(w, &writes, w->cast_buffers[at], 0);
+            if (step->reads[at].unread < 2)
+                push(w, &w->calls[fetch].reads, w->cast_buffers[at], 0);
+        }
+    }
+    if (!nbytes)
+        return;
+    List plain = EMPTY;
+    by_role(w, ON_HOST, operands, CAST, &plain);
+    for EACH(link, plain, w) {
+        push(w, &writes, w->links[link].value, 0);
+        push(w, &w->calls[fetch].reads, w->links[link].value, 0);
+    }
+    const int32_t cast = new_call(w, HOST, cast_us(w->costs, nbytes), w->calls[fetch].phase);
+    w->calls[cast].inputs = inputs;
+    w->calls[cast].writes = writes;
+    w->calls[fetch].cast = cast;
 }
 
 /* A read from disk for a region, which fetches as many regions ahead. Returns the buffers on the host that it fills. */
@@ -133,7 +180,7 @@ static List read_from_disk(Work *w, Around *around, int64_t position, List opera
     List writes = EMPTY;
     w->calls[read].inputs = operands;
     w->calls[read].read = nbytes;
-    by_role(w, ON_HOST, operands, &writes);
+    by_role(w, ON_HOST, operands, AT_HOME, &writes);
     w->calls[read].writes = writes;
     append_before(w, around, first_of(w, position, ahead + w->choices->disk_lookahead), read);
     return writes;
@@ -155,25 +202,30 @@ static List gathered(Work *w, Around *around, int64_t position, List operands, i
     return writes;
 }
 
-/* A copy for a region of operands of one home. before: how many fragments of the home the region reads that precede these; end:
- * the value, if any, that says which slices cross, and ends_at the region that makes it. */
-static void fetch_group(Work *w, Around *around, int64_t position, List operands, int64_t before, const int64_t *end,
+/* A copy for a region of operands of one home. before: how many fragments of the home the region reads that precede these; end: a
+ * read of them, which says which slices cross. */
+static void fetch_group(Work *w, Around *around, int64_t position, List operands, int64_t before, const Read *end,
                         int32_t *staying, Ends *ends) {
     const Step *step = w->step;
     const Operand *first = &step->operand[w->links[operands.first].value];
     const uint8_t home = w->choices->home[first->home];
     const int phase = (int)step->region[position].phase, 
-              stays = !phase && end[0] < 0 && (home & STAYS) && !(home & AT_DEVICE);
+              stays = !phase && end->end < 0 && (home & STAYS) && !(home & AT_DEVICE);
     const int kind = w->choices->pooled || stays ? POOLED : ON_DEVICE;
     const int64_t ahead = before + (phase && (home & LATE) ? 0 : w->choices->lookahead);
     const int in_rows = first->row_count >= 0;
-    int64_t nbytes = 0;
-    for EACH(link, operands, w)
-        nbytes += step->operand[w->links[link].value].nbytes;
+    int64_t nbytes = 0, brought = 0;
+    for EACH(link, operands, w) {
+        const Read *read = &step->reads[w->links[link].other];
+        if (read->unread < 2) {
+            nbytes += read->narrow_nbytes ? read->narrow_nbytes : step->operand[w->links[link].value].nbytes;
+            brought++;
+        }
+    }
     double us = in_rows ? rows_us(w->costs, first->row_count, first->row_nbytes, nbytes, H2D) : copy_us(w->costs, nbytes, H2D);
     int32_t fetch = new_call(w, H2D, us, phase);
     w->calls[fetch].copied = in_rows ? first->row_nbytes : nbytes;
-    if (home & AT_DISK && w->choices->disk_direct && !in_rows && end[0] < 0) {
+    if (home & AT_DISK && w->choices->disk_direct && !in_rows && end->end < 0) {
         w->calls[fetch].us = direct_us(w->costs, nbytes);
         w->calls[fetch].inputs = operands;
         w->calls[fetch].read = nbytes;
@@ -184,24 +236,32 @@ static void fetch_group(Work *w, Around *around, int64_t position, List operands
         List reads = gathered(w, around, position, operands, nbytes, before + w->choices->lookahead);
         w->calls[fetch].reads = copied(w, reads);
     } else {
-        w->calls[fetch].inputs = operands;
+        cast_first(w, fetch, operands);
     }
+    w->calls[fetch].gone = !brought;
     List writes = EMPTY;
     if (stays) {
         for EACH(link, operands, w) {
             const int32_t number = w->links[link].value;
-            staying[number] = new_buffer(w, kind, step->operand[number].there_nbytes, step->operand[number].there_slot, 0);
+            const Read *read = &step->reads[w->links[link].other];
+            const Operand *operand = &step->operand[number];
+            if (read->unread == 2)
+                continue;
+            staying[number] = new_buffer(w, kind, read->narrow_nbytes ? read->narrow_nbytes : operand->there_nbytes,
+                                         read->narrow_nbytes ? read->narrow_slot : operand->there_slot, 0);
             push(w, &writes, staying[number], 0);
+            if (!read->unread)
+                push(w, &w->calls[position].reads, staying[number], 0);
         }
     } else {
-        by_role(w, kind, operands, &writes);
+        by_role(w, kind, operands, THERE, &writes);
+        for EACH(link, writes, w)
+            push(w, &w->calls[position].reads, w->links[link].value, 0);
     }
     w->calls[fetch].writes = writes;
-    for EACH(link, writes, w)
-        push(w, &w->calls[position].reads, w->links[link].value, 0);
-    if (end[0] >= 0) { /* which slices have rows is known once the region has run that computes it */
-        push(w, &ends->readers[end[0]], fetch, 0);
-        const int64_t between = position - end[1] - 1;
+    if (end->end >= 0) { /* which slices have rows is known once the region has run that computes it */
+        push(w, &ends->readers[end->end], fetch, 0);
+        const int64_t between = position - end->ends_at - 1;
         append_before(w, around, first_of(w, position, ahead < between ? ahead : between), fetch);
     } else {
         append_before(w, around, first_of(w, position, ahead), fetch);
@@ -214,17 +274,18 @@ static void fetch_all(Work *w, Around *around, Ends *ends) {
     int32_t *staying = mt_room(w, step->operands, sizeof *staying); /* operand -> buffer */
     List *groups = mt_room(w, step->operands, sizeof *groups);
     int64_t *before = mt_room(w, step->operands, sizeof *before); /* by group: fragments of its home in groups before */
-    const int64_t **end = mt_room(w, step->operands, sizeof *end);
+    const Read **ends_of = mt_room(w, step->operands, sizeof *ends_of); /* by group: a read of it */
     for (int64_t i = 0; i < step->operands; i++)
         staying[i] = -1;
     for (int64_t position = 0; position < step->regions; position++) {
         const Region *region = &step->region[position];
         int64_t count = 0;
         for (int64_t at = region->first_read; at < region[1].first_read; at++) {
-            const int32_t number = (int32_t)step->reads[at];
+            const int32_t number = (int32_t)step->reads[at].operand;
             const Operand *operand = &step->operand[number];
             if (region->phase && staying[number] >= 0) {
-                push(w, &w->calls[position].reads, staying[number], 0);
+                if (!step->reads[at].unread)
+                    push(w, &w->calls[position].reads, staying[number], 0);
             } else if (!is_away(w, operand)) {
                 push(w, &w->calls[position].inputs, number, 0);
             } else { /* a copy per home; what crosses by rows is apart, and fragments behind the first */
@@ -237,19 +298,19 @@ static void fetch_all(Work *w, Around *around, Ends *ends) {
                 for (int64_t i = 0; i < count && group == count && operand->row_count < 0; i++) {
                     const Operand *first = &step->operand[w->links[groups[i].first].value];
                     if (first->home == operand->home && first->row_count < 0 && before[i] == fragments &&
-                        end[i][0] == step->ends[2 * at])
+                        ends_of[i]->end == step->reads[at].end)
                         group = i;
                 }
                 if (group == count) {
                     before[count] = fragments;
-                    end[count] = &step->ends[2 * at];
+                    ends_of[count] = &step->reads[at];
                     groups[count++] = EMPTY;
                 }
-                push(w, &groups[group], number, 0);
+                push(w, &groups[group], number, (int32_t)at);
             }
         }
         for (int64_t i = 0; i < count; i++)
-            fetch_group(w, around, position, groups[i], before[i], end[i], staying, ends);
+            fetch_group(w, around, position, groups[i], before[i], ends_of[i], staying, ends);
     }
 }
 
@@ -280,14 +341,19 @@ static int32_t copy_of(Work *w, int queue, int32_t from, int32_t to, int64_t nby
     return copy;
 }
 
-/* A value that goes home behind its region, and comes back before later ones. What waits on disk passes through the host. */
+/* A value that goes home behind its region, or is there as a cast, and comes back before later ones. What waits on disk passes
+ * through the host. */
 static int32_t waits_at_home(Work *w, Around *around, int64_t position, const Value *value) {
     const Region *region = w->step->region;
     const int64_t *reader = w->step->readers + region[position].first_reader + value->first_reader;
     const uint8_t waits = w->choices->waits[value->name];
     const int64_t on_disk = waits == WAITS_ON_DISK, delay = on_disk ? w->choices->disk_lookahead : 0;
     const int64_t host_slot = on_disk ? rounded(value->nbytes, SECTOR) : value->slot;
-    int32_t result = new_buffer(w, POOLED, value->nbytes, value->slot, (int)value->returned), current = result, at_home = -1;
+    const int64_t cast_at = value->cast < 0 ? -1 : region[position].first_read + value->cast;
+    const int64_t nbytes = cast_at < 0 ? value->nbytes : w->step->reads[cast_at].narrow_nbytes;
+    const int64_t slot = cast_at < 0 ? value->slot : w->step->reads[cast_at].narrow_slot;
+    int32_t result = new_buffer(w, POOLED, value->unmade ? 0 : value->nbytes, value->slot, (int)value->returned);
+    int32_t current = result, at_home = cast_at < 0 ? -1 : w->cast_buffers[cast_at];
     int64_t previous = position;
     push(w, &w->calls[position].writes, result, 0);
     for (int64_t i = 0; i < value->readers; i++) {
@@ -319,8 +385,8 @@ static int32_t waits_at_home(Work *w, Around *around, int64_t position, const Va
                 w->buffers[arriving].by_disk = 1;
                 append_before(w, around, read_at, copy_of(w, DISK_READ, at_home, arriving, value->nbytes, phase));
             }
-            current = new_buffer(w, w->choices->pooled ? POOLED : ON_DEVICE, value->nbytes, value->slot, 0);
-            int32_t back = copy_of(w, H2D, arriving, current, value->nbytes, phase);
+            current = new_buffer(w, w->choices->pooled ? POOLED : ON_DEVICE, nbytes, slot, 0);
+            int32_t back = copy_of(w, H2D, arriving, current, nbytes, phase);
             if (late)
                 insert_before(w, around, use, back);
             else
@@ -351,34 +417,60 @@ static int goes_along(const Work *w, const Leaving *entry, const Leaving *first)
     return is_away(w, operand) && entry->home == first->home && (of->row_count >= 0 ? operand == of : operand->row_count < 0);
 }
 
-/* What a copy home of entries brings there, of those with one collective: it combines them, and what is updated stays. */
-static void arrive(Work *w, int32_t copy, int64_t first, int64_t end, int collective) {
+/* What a copy home of entries brings there, of those with one collective: it combines them, and what is updated stays. widened: the
+ * cast that follows it, if any. */
+static void arrive(Work *w, int32_t copy, int32_t widened, int64_t first, int64_t end, int collective) {
     const Leaving *leaving = w->step->leaving;
-    int64_t nbytes = 0, slot = 0, kept_nbytes = 0, kept_slot = 0;
-    int32_t gradients = -1, source = copy;
+    struct { int64_t nbytes, slot, kept_nbytes, kept_slot; } there[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}}; /* as it comes, and widened */
+    const int32_t makers[2] = {copy, widened};
+    int64_t combined_nbytes = 0, combined_slot = 0;
+    int32_t gradients = -1;
     for (int64_t i = first; i < end; i++) {
         const Leaving *entry = &leaving[i];
+        const int wide = entry->narrow_nbytes != 0;
         if (!goes_along(w, entry, &leaving[first]) || entry->collective != collective)
             continue;
-        nbytes += entry->at_home_nbytes, slot += entry->at_home_slot;
+        there[wide].nbytes += entry->at_home_nbytes, there[wide].slot += entry->at_home_slot;
         if (entry->updates && w->choices->updates) {
-            const int64_t there = collective ? entry->combined_nbytes : entry->at_home_nbytes;
-            gradients = updated_with(w, gradients, (int32_t)i, there);
-            kept_nbytes += there, kept_slot += collective ? entry->combined_slot : entry->at_home_slot;
+            gradients = updated_with(w, gradients, (int32_t)i, collective ? entry->combined_nbytes : entry->at_home_nbytes);
+            there[wide].kept_nbytes += entry->at_home_nbytes, there[wide].kept_slot += entry->at_home_slot;
+            combined_nbytes += entry->combined_nbytes, combined_slot += entry->combined_slot;
         }
     }
-    if (collective) {
-        const int32_t there = new_buffer(w, ON_HOST, nbytes, slot, 0);
-        source = new_call(w, NETWORK, collective_us(w->costs, nbytes, collective), w->calls[copy].phase);
-        push(w, &w->calls[copy].writes, there, 0);
-        push(w, &w->calls[source].reads, there, 0);
+    int32_t source = copy;
+    if (collective)
+        source = new_call(w, NETWORK, collective_us(w->costs, there[0].nbytes + there[1].nbytes, collective), w->calls[copy].phase);
+    for (int wide = 0; wide < 2; wide++) {
+        const int64_t nbytes = collective ? there[wide].nbytes : there[wide].kept_nbytes;
+        if (!nbytes)
+            continue;
+        const int32_t buffer = new_buffer(w, ON_HOST, nbytes, collective ? there[wide].slot : there[wide].kept_slot, 0);
+        push(w, &w->calls[makers[wide]].writes, buffer, 0);
+        push(w, collective ? &w->calls[source].reads : &w->gradients[gradients].buffers, buffer, 0);
     }
-    if (gradients >= 0) {
-        const int32_t kept = new_buffer(w, ON_HOST, kept_nbytes, kept_slot, 0);
-        push(w, &w->gradients[gradients].buffers, kept, 0);
+    if (gradients >= 0 && collective) {
+        const int32_t kept = new_buffer(w, ON_HOST, combined_nbytes, combined_slot, 0);
         push(w, &w->calls[source].writes, kept, 0);
-        w->calls[source].group = gradients;
+        push(w, &w->gradients[gradients].buffers, kept, 0);
     }
+    w->calls[source].group = gradients >= 0 ? gradients : w->calls[source].group;
+}
+
+/* Lets the host widen what has come home narrow. Returns the cast; -1 if nothing has. */
+static int32_t widen(Work *w, int32_t copy, int64_t first, int64_t end) {
+    int64_t narrow = 0, slot = 0, wide = 0;
+    for (int64_t i = first; i < end; i++) {
+        const Leaving *entry = &w->step->leaving[i];
+        if (entry->narrow_nbytes && goes_along(w, entry, &w->step->leaving[first]))
+            narrow += entry->narrow_nbytes, slot += entry->narrow_slot, wide += entry->at_home_nbytes;
+    }
+    if (!narrow)
+        return -1;
+    const int32_t cast = new_call(w, HOST, cast_us(w->costs, narrow + wide), w->calls[copy].phase);
+    const int32_t buffer = new_buffer(w, ON_HOST, narrow, slot, 0);
+    push(w, &w->calls[copy].writes, buffer, 0);
+    push(w, &w->calls[cast].reads, buffer, 0);
+    return w->calls[copy].cast = cast;
 }
 
 /* Gradients and new buffers: a copy home per home, and what combines it over ranks, or an update on the device. */
@@ -427,11 +519,13 @@ static void leave(Work *w, Around *around, int64_t position) {
                                     : copy_us(w->costs, nbytes, D2H);
         w->calls[copy].copied = in_rows ? entry->crossing : nbytes;
         w->calls[copy].early = (w->choices->home[entry->home] & EARLY) != 0;
+        const int32_t widened = widen(w, copy, i, end);
         while (count) /* the last one is inserted first behind the copy */
-            arrive(w, copy, i, end, kinds[--count]);
+            arrive(w, copy, widened, i, end, kinds[--count]);
     }
     for (int32_t call = (int32_t)w->call_count - 1; call >= before; call--) /* the first one comes first */
-        insert_behind(w, around, position, call);
+        if (w->calls[call].queue != HOST) /* casts are listed last of all */
+            insert_behind(w, around, position, call);
 }
 
 static void make(Work *w, Around *around, const Ends *ends, int64_t position) {
@@ -572,8 +666,12 @@ static void list_updates(Work *w) {
         read_last[i] = -1;
     for (int32_t place = 0; place < count; place++) {
         after[place] = EMPTY;
-        for EACH(link, w->calls[order[place]].inputs, w)
+        const Call *call = &w->calls[order[place]];
+        for EACH(link, call->inputs, w)
             read_last[w->links[link].value] = place;
+        if (call->cast >= 0)
+            for EACH(link, w->calls[call->cast].inputs, w)
+                read_last[w->links[link].value] = place;
         if (w->calls[order[place]].group >= 0)
             sources[source_count++] = place;
     }
@@ -633,6 +731,36 @@ static void list_updates(Work *w) {
     w->order = listed;
 }
 
+/* Puts casts into the list: before a copy to the device, a region earlier than it, so that one value is cast while the one before
+ * it is copied; and right behind a copy home. Leaves out what is gone. */
+static void list_casts(Work *w) {
+    const int64_t count = w->length;
+    int32_t *listed = mt_room(w, w->call_count, sizeof *listed);
+    List *before = mt_room(w, count, sizeof *before);
+    for (int64_t place = 0; place < count; place++)
+        before[place] = EMPTY;
+    for (int64_t place = 0; place < count; place++) {
+        const Call *call = &w->calls[w->order[place]];
+        if (call->cast < 0 || call->queue != H2D)
+            continue;
+        int64_t at = place - 1;
+        while (at >= 0 && !(w->order[at] < w->step->regions && w->calls[w->order[at]].phase == call->phase))
+            at--;
+        push(w, &before[at < 0 ? place : at], call->cast, 0);
+    }
+    w->length = 0;
+    for (int64_t place = 0; place < count; place++) {
+        const Call *call = &w->calls[w->order[place]];
+        for EACH(link, before[place], w)
+            listed[w->length++] = w->links[link].value;
+        if (!call->gone)
+            listed[w->length++] = w->order[place];
+        if (call->cast >= 0 && call->queue == D2H)
+            listed[w->length++] = call->cast;
+    }
+    w->order = listed;
+}
+
 void mt_moves(Work *w) {
     const Step *step = w->step;
     Around around = {mt_room(w, step->regions, sizeof(int32_t)), mt_room(w, step->regions, sizeof(int32_t)),
@@ -641,14 +769,21 @@ void mt_moves(Work *w) {
         around.before[position] = around.behind[position] = -1;
         int32_t call = new_call(w, COMPUTE, step->us[position], (int)step->region[position].phase);
         w->calls[call].workspace = step->region[position].workspace; /* its number is its position */
+        w->calls[call].gone = (int32_t)step->region[position].gone;
     }
     Ends ends = {mt_room(w, step->region[step->regions].first_value, sizeof(List))};
     for (int64_t i = 0; i < step->region[step->regions].first_value; i++)
         ends.readers[i] = EMPTY;
+    w->cast_buffers = mt_room(w, step->region[step->regions].first_read, sizeof *w->cast_buffers);
     fetch_all(w, &around, &ends);
     for (int64_t position = 0; position < step->regions; position++)
         make(w, &around, &ends, position);
     list_calls(w, &around);
     if (w->choices->updates && w->gradient_count)
         list_updates(w);
+    int casts = 0;
+    for (int64_t i = 0; i < w->call_count && !casts; i++)
+        casts = w->calls[i].cast >= 0;
+    if (casts)
+        list_casts(w);
 }
