@@ -21,14 +21,15 @@ class Narrowed:
     """A region whose casts the host has taken over. ``kernel``: what it runs; None: nothing is left of it. ``comes``: inputs,
     with what the host makes of each; ``unread``: those that it reads no longer, and ``unfetched``, those that do not come
     in either. ``leaves``: gradients, with their bytes as it makes them, at home before they are widened, and after.
-    ``waits``: activations that wait at home as the cast of an input; ``unmade``: those of them that it does not make."""
+    ``waits``: activations that wait at home as the cast of an input, with the position of the region that this was fetched for;
+    ``unmade``: those of them that it does not make."""
 
     kernel: fx.GraphModule | None
     comes: dict[Any, torch.Tensor] = field(default_factory=dict)
     unread: set[Any] = field(default_factory=set)
     unfetched: set[Any] = field(default_factory=set)
     leaves: dict[Any, tuple[int, int, int]] = field(default_factory=dict)
-    waits: dict[Any, Any] = field(default_factory=dict)
+    waits: dict[Any, tuple[int, Any]] = field(default_factory=dict)
     unmade: set[Any] = field(default_factory=set)
 
     def key(self) -> object:
@@ -63,10 +64,10 @@ def narrowed(
             if (cast := narrowing_cast(step, reads, node.meta.get("held", node.meta["val"]))) is not None:
                 for position in users:
                     new[position].comes[node] = cast.meta["val"]
+    brought = {(user, node): place for node, fetches in fetched.items() for place, users in fetches for user in users}
     for position, (each, by_home, less) in enumerate(zip(regions, leaving, new, strict=True)):
         _narrow(step, each, by_home, less)
-        own = {node for node, fetches in fetched.items() if any(place == position for place, _ in fetches)}
-        _let_wait(step, position, regions, plan, returned, less, own)
+        _let_wait(step, position, regions, plan, returned, less, brought)
     for node, fetches in fetched.items():
         for _, users in fetches:
             if all(node in new[position].unread for position in users):
@@ -96,9 +97,10 @@ def _let_wait(
     plan: Plan,
     returned: frozenset[Any],
     less: Narrowed,
-    own: set[Any],
+    brought: Mapping[tuple[int, Any], int],
 ) -> None:
-    """Lets activations wait at home as the casts that the host has made, and trims the region."""
+    """Lets activations wait at home as the casts that the host has made, and trims the region. ``brought``: by region and
+    input, for which region this was fetched."""
     region, readers = regions[position].region, regions[position].readers
     for place, (value, used) in enumerate(zip(region.makes, readers, strict=True)):
         name = "" if region.renamed else value.name
@@ -108,9 +110,7 @@ def _let_wait(
         operand = cloned_operand(less.kernel, place) if near < len(used) else None
         node = None if operand is None else region.reads[operand]
         if node in less.comes and layout_of(less.comes[node]) == layout_of(value.meta["val"]):
-            if node not in own:
-                raise Unsupported("a backward that returns a cast which its forward fetched")
-            less.waits[value] = node
+            less.waits[value] = brought[position, node], node
             if not near and value not in returned:
                 less.unmade.add(value)
     if less.unmade:
@@ -128,7 +128,3 @@ def _near(position: int, used: Sequence[int], regions: Sequence[Placed]) -> int:
             return count
         previous = use
     return len(used)
-
-
-class Unsupported(Exception):
-    """Raised for a step or plan of which only the schedule itself tells the figures."""

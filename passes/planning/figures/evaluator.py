@@ -6,17 +6,15 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-from torch import fx
-
 from mtcompile.passes.analysis.state import Traffic, persistent_of, trained_nbytes, update_figures
 from mtcompile.passes.memo import remembered
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.evaluate import identity
+from mtcompile.passes.planning.evaluate import evaluate, identity
 from mtcompile.passes.planning.figures.compiled import ON_DEVICE, ON_DISK, ON_HOST, CompiledStep, CompiledSteps, Measures
 from mtcompile.passes.planning.figures.sketch import Sketches
-from mtcompile.passes.planning.figures.summary import Outline, Unsupported, outline_of, summary_of
+from mtcompile.passes.planning.figures.summary import Outline, outline_of, summary_of
 from mtcompile.passes.planning.pace import Due
-from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.planning.problem import Candidate, PlanningProblem
 from mtcompile.passes.rewrites.casts import may_cast
 
 _MOST_SUMMARIES = 256  # that are remembered
@@ -31,19 +29,13 @@ class Figures(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates plans of one problem. ``draft``: of its step. ``known``: of a problem whose plans have the same figures."""
+    """Evaluates plans of one problem. ``known``: of a problem whose plans have the same figures."""
 
-    def __init__(
-        self,
-        problem: PlanningProblem,
-        draft: fx.GraphModule,
-        known: Evaluator | None = None,
-    ) -> None:
+    def __init__(self, problem: PlanningProblem, known: Evaluator | None = None) -> None:
         self.problem = problem
         self._may_cast = may_cast(problem.step)
-        self.able = True
         self._known = known
-        self._sketches: Sketches = Sketches(draft) if known is None else known._sketches
+        self._sketches: Sketches = Sketches(problem.step) if known is None else known._sketches
         self._summaries: dict[object, CompiledStep] = {} if known is None else known._summaries
         self._compiled: CompiledSteps = _compiled(problem) if known is None else known._compiled
         self._last: tuple[Plan, tuple[Figures, Measures]] | None = None  # the plan evaluated last
@@ -54,27 +46,22 @@ class Evaluator:
 
     @cached_property
     def _outline(self) -> Outline:
-        return outline_of(self._sketches.draft, self.problem.budgets) if self._known is None else self._known._outline
+        return outline_of(self._sketches.step, self.problem.budgets) if self._known is None else self._known._outline
 
-    def figures(self, plan: Plan) -> Figures | None:
-        """Returns a plan's figures; None where only its schedule tells them."""
-        return self._evaluated(plan)[0] if self._supports(plan) else None
+    def figures(self, plan: Plan) -> Figures:
+        """Returns a plan's figures."""
+        return self._evaluated(plan)[0]
 
-    def due_first(self, plan: Plan) -> Due | None:
-        """Returns a plan's updates on the host in the order in which they are due (see ``pace``); None as ``figures``."""
-        if not self._supports(plan):
-            return None
+    def candidate(self, plan: Plan, figures: Figures | None = None) -> Candidate:
+        """Returns the plan with its ``figures``, or as they are now. Its schedule is made when it is asked for."""
+        peaks, step_time_us, update_us = self.figures(plan) if figures is None else figures
+        again = plan.changed(peak_bytes=dict(peaks), step_time_us=step_time_us, update_us=update_us)
+        return Candidate(again, lambda: evaluate(self.problem, plan).schedule)
+
+    def due_first(self, plan: Plan) -> Due:
+        """Returns a plan's updates on the host in the order in which they are due (see ``pace``)."""
         measures = self._evaluated(plan)[1]
         return Due(measures.due_first(), measures.casts)
-
-    def _supports(self, plan: Plan) -> bool:
-        if not self.able:
-            return False
-        try:
-            self._summary(plan)
-        except Unsupported:
-            self.able = False
-        return self.able
 
     def _summary(self, plan: Plan) -> CompiledStep:
         key: tuple[object, ...] = plan.decisions.recomputed, plan.span
@@ -84,7 +71,7 @@ class Evaluator:
 
     def _summarised(self, plan: Plan) -> CompiledStep:
         sketch = self._sketches.of(plan)
-        outline = self._outline if sketch.graph is self._sketches.draft else outline_of(sketch.graph, self.problem.budgets)
+        outline = self._outline if sketch.graph is self._sketches.step else outline_of(sketch.graph, self.problem.budgets)
         casting = plan if self._casting(plan) else None
         return self._compiled.step(summary_of(sketch, outline, self.problem.machine, self.problem.workspace, casting))
 

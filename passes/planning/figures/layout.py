@@ -18,13 +18,14 @@ from mtcompile.passes.planning.figures.summary import Leaving, Operand, Region, 
 _OF_WEIGHTS = 1 | 2 | 4  # bits of what is decided about weights alone (see compiled.py)
 PER_LEAVING, _OF = 20, 7  # numbers of what leaves; the one of the operand that it is of
 COLLECTIVES = "", "all_reduce", "reduce_scatter", "broadcast", "all_gather", "all_gather of parts"  # as in c/figures.h
-_PER_READ = 7
+_PER_READ, _WAITS = 7, 5
+_PER_VALUE, _CAST = 9, 7
 _MOST_OPERANDS = 16  # tables that are remembered
 
 
 class _Part(NamedTuple):
-    """The tables of one region. Readers, groups and casts count from its first ones; ``reads`` and ``leaving`` have no places
-    of operands yet."""
+    """The tables of one region. Readers and groups count from its first ones; ``reads`` and ``leaving`` have no places of
+    operands yet, and values none of casts."""
 
     reads: array[int]
     readers: array[int]
@@ -57,9 +58,14 @@ class Layout:
         others = map(add, values, (*(len(region.activations) for region in regions), 0))
         firsts = reads, readers, values, others, _places(len(region.leaving) for region in regions)
         rows = zip(*((*column, 0) for column in about), *firsts, strict=True)
-        leaving = _joined(part.leaving for part in parts)
-        leaving[_OF::PER_LEAVING] = array("q", [places[entry.of] for entry in entries if entry.of is not None])
+        making, leaving = _joined(part.values for part in parts), _joined(part.leaving for part in parts)
         reading = _joined(part.reads for part in parts)
+        narrow = any(region.narrow for region in regions)
+        casts = ((first + i, v.cast) for first, r in zip(values, regions, strict=False) for i, v in enumerate(r.activations))
+        for place, (position, operand) in ((place, cast) for place, cast in casts if cast is not None) if narrow else ():
+            at = reads[position] + regions[position].reads.index(operand)
+            making[_PER_VALUE * place + _CAST], reading[_PER_READ * at + _WAITS] = at, 1
+        leaving[_OF::PER_LEAVING] = array("q", [places[entry.of] for entry in entries if entry.of is not None])
         reading[0::_PER_READ] = array("q", [places[operand] for region in regions for operand in region.reads])
         if any(region.ends for region in regions):
             makers = {node: (values[i] + place, i) for i, each in enumerate(regions) for node, place in each.places.items()}
@@ -71,7 +77,7 @@ class Layout:
             reading,
             _joined(part.readers for part in parts),
             operands,
-            _joined(part.values for part in parts),
+            making,
             leaving,
         )
 
@@ -94,12 +100,10 @@ class Layout:
         readers, values, leaving, groups = list[int](), list[int](), list[int](), dict[object, int]()
         for number, value in enumerate(region.activations):
             group = groups.setdefault(number if value.apart else (value.readers, value.returned), number)
-            cast = -1 if value.cast is None else region.reads.index(value.cast)
-            values += _value(value, readers, group, self.activations.setdefault(value.name, len(self.activations)), cast)
+            values += _value(value, readers, group, self.activations.setdefault(value.name, len(self.activations)))
         for value in region.others:
-            values += _value(value, readers, -1, -1, -1)
-        waits = {value.cast for value in region.activations}
-        reads = [number for operand in region.reads for number in _read(region, operand, operand in waits)]
+            values += _value(value, readers, -1, -1)
+        reads = [number for operand in region.reads for number in _read(region, operand)]
         for entry in region.leaving:
             leaving += self._entry(entry, readers)
         return _Part(array("q", reads), array("q", readers), array("q", values), array("q", leaving))
@@ -130,15 +134,15 @@ class Layout:
         return self.homes[name]
 
 
-def _value(value: Value, readers: list[int], group: int, name: int, cast: int) -> Sequence[int]:
+def _value(value: Value, readers: list[int], group: int, name: int) -> Sequence[int]:
     first = len(readers)
     readers += value.readers
-    return value.nbytes, value.slot, first, len(value.readers), value.returned, group, name, cast, value.unmade
+    return value.nbytes, value.slot, first, len(value.readers), value.returned, group, name, -1, value.unmade
 
 
-def _read(region: Region, operand: Operand, waits: bool) -> Sequence[int]:
+def _read(region: Region, operand: Operand) -> Sequence[int]:
     narrow, unread = region.narrow.get(operand), (operand in region.unread) + (operand in region.unfetched)
-    return -1, -1, -1, *((0, 0) if narrow is None else (narrow.nbytes, narrow.slot)), waits, unread
+    return -1, -1, -1, *((0, 0) if narrow is None else (narrow.nbytes, narrow.slot)), 0, unread
 
 
 def _places(counts: Iterable[int]) -> Sequence[int]:

@@ -21,7 +21,6 @@ from mtcompile.passes.lower import Workspace
 from mtcompile.passes.memo import remembered
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.figures.casts import Fetch, Narrowed, narrowed, nbytes_of
-from mtcompile.passes.planning.figures.casts import Unsupported as Unsupported
 from mtcompile.passes.planning.figures.drawn import Drawn, Placed
 from mtcompile.passes.planning.figures.sketch import Sketch
 from mtcompile.passes.rewrites.collectives import collective_of, share_of
@@ -74,13 +73,14 @@ class Operand(Size):
 class Value(Size):
     """Values that a region makes. ``readers``: positions of the regions that read them. ``name``: of a single activation, which
     a plan may send home; ``returned``: the caller receives them; ``apart``: none is like it, as copies may read it too.
-    ``cast``: the input whose cast waits at home in its place; ``unmade``: its region makes it no longer then."""
+    ``cast``: the input whose cast waits at home in its place, and the
+    region that it was fetched for; ``unmade``: its region makes it no longer then."""
 
     readers: tuple[int, ...] = ()
     name: str = ""
     returned: bool = False
     apart: bool = False
-    cast: Operand | None = None
+    cast: tuple[int, Operand] | None = None
     unmade: bool = False
 
 
@@ -221,35 +221,34 @@ class _Shape(NamedTuple):
     ends: Mapping[fx.Node, Any]
 
 
-def outline_of(draft: fx.GraphModule, budgets: Budgets) -> Outline:
-    """Returns the outline of a draft before anything moves. Raises Unsupported."""
-    homes: Mapping[str, str] = draft.meta["homes"]
-    wanted = draft.meta.get("updated")
-    inputs = inputs_of(draft)
+def outline_of(step: fx.GraphModule, budgets: Budgets) -> Outline:
+    """Returns the outline of a step before anything moves."""
+    homes: Mapping[str, str] = step.meta["homes"]
+    wanted = step.meta.get("updated")
+    inputs = inputs_of(step)
     by_index = {spec.index: (spec, node) for spec, node in inputs if spec.index >= 0 and spec.role != "tangent"}
     leaving: dict[fx.Node, _Leaves] = {}
-    ranks = ranks_of(draft) if any(spec.kind == "grad" for spec, _ in outputs_of(draft)) else 1
+    ranks = ranks_of(step) if any(spec.kind == "grad" for spec, _ in outputs_of(step)) else 1
     returned = set()
-    for place, (spec, value) in enumerate(outputs_of(draft)):
+    for place, (spec, value) in enumerate(outputs_of(step)):
         if spec.kind == "output":
             returned.add(value)
             continue
-        if spec.kind == "update" or value in leaving or value.op == "placeholder" or not is_region(value.args[0]):
-            raise Unsupported(spec.kind)
+        assert value not in leaving and is_region(value.args[0]), f"expected a region's own result as {spec}, found {value}"
         about, node = by_index[spec.index]
         updates = spec.kind == "grad" and about.role == "param" and (wanted is None or about.name in wanted)
-        target = None if ranks == 1 else collective_of(draft, budgets.updates, spec, (about, node), value)
+        target = None if ranks == 1 else collective_of(step, budgets.updates, spec, (about, node), value)
         leaving[value] = _Leaves(place, homes.get(spec.name, ""), node, updates, "" if target is None else target.__name__)
     tangents = [n.meta["nbytes"] for _, n in inputs if n.meta["role"] == "tangent" and n.meta["tier"] == "device"]
-    sliced = frozenset(node for spec, node in inputs if spec.role == "param" and spec.name in (draft.meta.get("sliced") or ()))
-    return Outline(_inputs(draft, inputs, budgets), leaving, frozenset(returned), sum(tangents), sliced, ranks)
+    sliced = frozenset(node for spec, node in inputs if spec.role == "param" and spec.name in (step.meta.get("sliced") or ()))
+    return Outline(_inputs(step, inputs, budgets), leaving, frozenset(returned), sum(tangents), sliced, ranks)
 
 
-def _inputs(draft: fx.GraphModule, inputs: Sequence[tuple[InputSpec, fx.Node]], budgets: Budgets) -> dict[fx.Node, _About]:
-    sharded = () if budgets.updates is None or draft.meta.get("hosts", 1) == 1 else budgets.updates.sharded
-    sliced = draft.meta.get("sliced") or ()
-    homes: Mapping[str, str] = draft.meta["homes"]
-    by_name: Mapping[str, Rows] = draft.meta.get("rows") or {}
+def _inputs(step: fx.GraphModule, inputs: Sequence[tuple[InputSpec, fx.Node]], budgets: Budgets) -> dict[fx.Node, _About]:
+    sharded = () if budgets.updates is None or step.meta.get("hosts", 1) == 1 else budgets.updates.sharded
+    sliced = step.meta.get("sliced") or ()
+    homes: Mapping[str, str] = step.meta["homes"]
+    by_name: Mapping[str, Rows] = step.meta.get("rows") or {}
     about: dict[fx.Node, _About] = {}
     for given, node in inputs:
         meta, named = node.meta, homes.get(given.name)
@@ -268,7 +267,7 @@ def summary_of(
     sketch: Sketch, outline: Outline, machine: Machine, workspace: Workspace, casting: Plan | None = None
 ) -> Summary:
     """Summarises a step that recomputes what a plan says, before anything moves. ``outline``: of the sketch's graph.
-    ``casting``: the plan, if its host casts. Summaries share regions that are alike. Raises Unsupported."""
+    ``casting``: the plan, if its host casts. Summaries share regions that are alike."""
     shapes = [_shape_of(each.region, outline) for each in sketch.regions]
     readers, less = sketch.readers, list[Narrowed | None]([None] * len(shapes))
     used: tuple[object, ...] = tuple([readers.get(node, ()) for node in outline.inputs]), tuple([s.updated for s in shapes])
@@ -399,7 +398,7 @@ def _staying(
         if result.role == "activation":
             name = "" if region.renamed else result.value.name
             cast = casts.waits.get(result.value)
-            about = result.returned, apart, cast and operands[cast], result.value in casts.unmade
+            about = result.returned, apart, cast and (cast[0], operands[cast[1]]), result.value in casts.unmade
             activations.append(Value(result.nbytes, result.slot, used, name, *about))
             made[result.value] = activations[-1]
         else:
@@ -448,9 +447,10 @@ def _operands(
     """Returns the operand that each input of a step is part of, and each of them once. ``shapes``: of the regions in order;
     ``less``: of those for which the host casts."""
     casts: dict[fx.Node, list[object]] = {}  # inputs -> how they come in
+    waiting = {node for each in less if each is not None for _, node in each.waits.values()}
     for position, each in enumerate(less):
         for node in each.comes.keys() | each.unread if each is not None else ():
-            waits, of = node if node in each.waits.values() else None, (each.comes, each.unread, each.unfetched)
+            waits, of = node if node in waiting else None, (each.comes, each.unread, each.unfetched)
             casts.setdefault(node, []).append((position, waits, *[node in some for some in of]))
     making: dict[fx.Node, list[int]] = {}  # parameters -> the regions that make gradients of them
     for position, shape in enumerate(shapes):

@@ -90,7 +90,7 @@ def test_variants_take_as_long_as_their_kernels() -> None:
     whole = everything(candidates.problem.step, candidates.base, candidates.open_params)
 
     def us(plan: Plan) -> float:
-        schedule = evaluate(candidates.problem, candidates.draft, plan).schedule
+        schedule = evaluate(candidates.problem, plan).schedule
         return sum(i.time_us for i in schedule.instructions if i.queue == "compute" and i.phase == "backward")
 
     inside = [block for block in candidates.blocks if made_again_inside(block.region)]

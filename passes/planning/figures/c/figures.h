@@ -22,8 +22,7 @@ enum home { AT_DEVICE = 1, AT_DISK = 2, STAYS = 4, LATE = 8, EARLY = 16 }; /* bi
 /* ------------------------------------------------------------------- from ../compiled.py, which has the same structures */
 
 /* Values that are alike. group: of an activation, the first one of its region with the same readers, returned or not as it is;
- * name: of an activation; cast: the read, counted from the first of its region, of which the cast waits at home in its place, or
- * -1; unmade: the region makes it no longer then. group and first_reader (in Step.readers) count from the first of its region. */
+ * name: of an activation; cast: the read of which the cast waits at home in its place, or -1; unmade: the region makes it no longer then. group and first_reader (in Step.readers) count from the first of its region. */
 typedef struct {
     int64_t nbytes, slot, first_reader, readers, returned, group, name, cast, unmade;
 } Value;

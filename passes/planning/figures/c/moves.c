@@ -349,7 +349,7 @@ static int32_t waits_at_home(Work *w, Around *around, int64_t position, const Va
     const uint8_t waits = w->choices->waits[value->name];
     const int64_t on_disk = waits == WAITS_ON_DISK, delay = on_disk ? w->choices->disk_lookahead : 0;
     const int64_t host_slot = on_disk ? rounded(value->nbytes, SECTOR) : value->slot;
-    const int64_t cast_at = value->cast < 0 ? -1 : region[position].first_read + value->cast;
+    const int64_t cast_at = value->cast;
     const int64_t nbytes = cast_at < 0 ? value->nbytes : w->step->reads[cast_at].narrow_nbytes;
     const int64_t slot = cast_at < 0 ? value->slot : w->step->reads[cast_at].narrow_slot;
     int32_t result = new_buffer(w, POOLED, value->unmade ? 0 : value->nbytes, value->slot, (int)value->returned);

@@ -59,7 +59,7 @@ def test_draws_are_plans_and_the_same_every_time(step: Callable[[], Any]) -> Non
     assert sum(identity(a) != identity(b) for a, b in itertools.pairwise(once)) > 30
     for other in once[::6]:  # their figures are those of their schedules
         figures = candidates.evaluate(other).plan
-        lowered = evaluate(candidates.problem, candidates.draft, other).plan
+        lowered = evaluate(candidates.problem, other).plan
         assert (figures.peak_bytes, figures.total_us) == (lowered.peak_bytes, lowered.total_us)
 
 
