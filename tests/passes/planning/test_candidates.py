@@ -122,7 +122,8 @@ def test_the_bound_is_never_above_a_plan(case: str, way: str, every: bool) -> No
         candidates = Candidates(PlanningProblem(BOUNDED[case](), machine, Budgets(updates=WAYS[way])))
         for _ in range(8):
             plan = varied(candidates, rnd)
-            plan = rnd.choice([paced(plan, candidates.evaluate), candidates.evaluate(impatient(plan) or plan)]).plan
+            patient = paced(plan, candidates.evaluate, candidates._evaluator.due_first)
+            plan = rnd.choice([patient, candidates.evaluate(impatient(plan) or plan)]).plan
             certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"], inf)
             assert certificate is not None and certificate.bound_us <= plan.total_us * (1 + 1e-9), machine.name
 
@@ -138,7 +139,8 @@ def test_the_bound_is_never_above_a_plan_with_homes_on_disk(case: str, way: str,
         budgets = Budgets(updates=WAYS[way], disk=1 << 40, disk_staging=1 << 16, disk_updates=True)
         candidates = Candidates(PlanningProblem(BOUNDED[case](), machine, budgets))
         plan = with_homes_on_disk(varied(candidates, rnd), rnd)
-        plan = rnd.choice([paced(plan, candidates.evaluate), candidates.evaluate(impatient(plan) or plan)]).plan
+        patient = paced(plan, candidates.evaluate, candidates._evaluator.due_first)
+        plan = rnd.choice([patient, candidates.evaluate(impatient(plan) or plan)]).plan
         certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"], inf)
         assert certificate is not None and certificate.bound_us <= plan.total_us * (1 + 1e-9), machine.name
 
@@ -261,7 +263,7 @@ def test_a_slow_host_updates_first_what_is_due_first() -> None:
     plan = candidates.least().plan
     assert plan.updates is not None
     patient = replace(plan, updates=replace(plan.updates, patient=True, order=()))
-    ordered, taking_turns = paced(patient, candidates.evaluate).plan, impatient(patient)
+    ordered, taking_turns = paced(patient, candidates.evaluate, candidates._evaluator.due_first).plan, impatient(patient)
     assert taking_turns is not None and ordered.updates is not None and ordered.updates.order
     assert ordered.total_us <= min(candidates.evaluate(other).plan.total_us for other in (patient, taking_turns))
     updated = [i for i in candidates.evaluate(ordered).schedule.instructions if i.work == "update"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import random
 import subprocess
@@ -21,8 +22,11 @@ from mtcompile.passes.planning.figures import evaluator as evaluator_module
 from mtcompile.passes.planning.figures.compiled import library
 from mtcompile.passes.planning.figures.drawn import Drawn
 from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
-from mtcompile.passes.planning.pace import impatient, with_pace
+from mtcompile.passes.planning.pace import Due, impatient, with_pace
 from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.runtime.deps import waits
+from mtcompile.runtime.schedule import PHASES, Schedule
+from mtcompile.runtime.sim import clock
 from tests.helpers.tracing import traced_case
 from tests.passes.planning.drawn_plans import (
     BOUNDED,
@@ -46,6 +50,34 @@ def step_of(case: str) -> Any:
     return BOUNDED[case]() if case in BOUNDED else traced_case(case).step
 
 
+def due_first(schedule: Schedule) -> Due:
+    """Returns the updates on the host, earliest due date first, each by its first parameter."""
+    _, ends = clock(schedule, waits=waits(schedule))
+    due, ended = dict[str, int](), dict[str, float]()  # by home, the first to read it; by buffer, its last use
+    arriving = list[tuple[float, int, float, str]]()  # when gradients are there, when they are due, the µs and the name
+    for index, instruction in enumerate(schedule.instructions):
+        if instruction.phase == PHASES[0]:
+            due |= {name: index for name in instruction.reads if name not in due}
+        elif instruction.work == "update" and instruction.queue == "host":
+            there = max(ended.get(name, 0.0) for name in instruction.reads)
+            homes = [schedule.buffers[name].version_of for name in instruction.writes]
+            last = len(schedule)
+            arriving.append((there, min(due.get(home, last) for home in homes), instruction.time_us, homes[0]))
+        for name in (*instruction.reads, *instruction.writes):
+            ended[name] = max(ended.get(name, 0.0), ends[index])
+    order, waiting, now = list[str](), list[tuple[int, float, str]](), 0.0
+    arriving.sort(reverse=True)
+    while arriving or waiting:
+        if not waiting:
+            now = max(now, arriving[-1][0])
+        while arriving and arriving[-1][0] <= now:
+            heapq.heappush(waiting, arriving.pop()[1:])
+        _, time_us, name = heapq.heappop(waiting)
+        now += time_us
+        order.append(name)
+    return Due(tuple(order), any(i.work == "convert" and i.phase == PHASES[1] for i in schedule.instructions))
+
+
 def check(problem: PlanningProblem, plan: Plan, candidates: Candidates) -> None:
     """Checks the plan, and it with other paces of its updates."""
     evaluator, others = candidates._evaluator, [impatient(plan)]
@@ -53,8 +85,10 @@ def check(problem: PlanningProblem, plan: Plan, candidates: Candidates) -> None:
     if plan.updates is not None and not plan.updates.held:
         others.append(with_pace(plan, True, due.order))
     for one in (plan, *(other for other in others if other is not None)):
-        expected = evaluate(problem, one).plan
+        expected = (candidate := evaluate(problem, one)).plan
         assert evaluator.figures(one) == Figures(expected.peak_bytes, expected.step_time_us, expected.update_us)
+        if one.updates is not None and not one.updates.held:
+            assert evaluator.due_first(one) == due_first(candidate.schedule)
 
 
 @pytest.mark.parametrize("plans", [5, pytest.param(120, marks=pytest.mark.long)])

@@ -138,7 +138,7 @@ static int64_t list_arriving(Work *w, const Clock *times, Arriving *arriving) {
     return count;
 }
 
-/* Orders updates on the host: see earliest_due in ../../pace.py. */
+/* Orders updates on the host: of those whose gradients are there, it takes the one that is due first. */
 static void order_updates(Work *w, const Clock *times, Result *result) {
     Arriving *arriving = mt_room(w, w->length, sizeof *arriving);
     const int64_t count = list_arriving(w, times, arriving);

@@ -1,6 +1,7 @@
-/* Peaks and times of a plan, to the byte and to the bit those of its schedule: moves.c lists its calls as the rewrites put them,
- * lives.c finds lifetimes as passes/lower.py does, offsets as passes/slots.py does, and peaks as runtime/usage.py does, and
- * clock.c finds times as runtime/sim.py and passes/analysis/state.py do: the same operations on doubles in the same order. */
+/* Peaks and times of a plan, to the byte and to the bit those of its schedule: moves.c lists its calls as the rewrites put
+ * them, lives.c finds lifetimes as passes/lower.py does, offsets as passes/slots.py does, and peaks as runtime/usage.py
+ * does, and clock.c finds times as runtime/sim.py and passes/analysis/state.py do: the same operations on doubles in the
+ * same order. */
 
 #ifndef MT_FIGURES_H
 #define MT_FIGURES_H
@@ -21,14 +22,15 @@ enum home { AT_DEVICE = 1, AT_DISK = 2, STAYS = 4, LATE = 8, EARLY = 16 }; /* bi
 
 /* ------------------------------------------------------------------- from ../compiled.py, which has the same structures */
 
-/* Values that are alike. group: of an activation, the first one of its region with the same readers, returned or not as it is;
- * name: of an activation; cast: the read of which the cast waits at home in its place, or -1; unmade: the region makes it no longer then. group and first_reader (in Step.readers) count from the first of its region. */
+/* Values that are alike. group: of an activation, the first one of its region with the same readers, returned or not as it
+ * is; name: of an activation; cast: the read of which the cast waits at home in its place, or -1; unmade: the region makes
+ * it no longer then. group and first_reader (in Step.readers) count from the first of its region. */
 typedef struct {
     int64_t nbytes, slot, first_reader, readers, returned, group, name, cast, unmade;
 } Value;
 
-/* nbytes, slot: at home; read_slot: on the host, where a disk fills it; there_*: on the device. row_count: -1 where whole values
- * cross; fragment: of a parameter; gathered: the collective, if any, that makes it whole. */
+/* nbytes, slot: at home; read_slot: on the host, where a disk fills it; there_*: on the device. row_count: -1 where whole
+ * values cross; fragment: of a parameter; gathered: the collective, if any, that makes it whole. */
 typedef struct {
     int64_t nbytes, slot, read_slot, there_nbytes, there_slot, home, role, on_device, weights, row_count, row_nbytes, fragment,
         gathered;
@@ -67,16 +69,16 @@ typedef struct {
     const Leaving *leaving;
 } Step;
 
-/* What copies, updates and collectives cost. gbps, scale: by queue; passes: over what an update moves, in sizes of its parameter;
- * through_host, crossings: of what a collective combines, by kind. */
+/* What copies, updates and collectives cost. gbps, scale: by queue; passes: over what an update moves, in sizes of its
+ * parameter; through_host, crossings: of what a collective combines, by kind. */
 typedef struct {
     double gbps[QUEUES], scale[QUEUES], direct_gbps, direct_scale, host_gbps, row_us;
     double passes, updating_gbps, memory_gbps, on_disk_copies, workspace_copies, norm_copies, network_gbps;
     int64_t through_host[COLLECTIVES], crossings[COLLECTIVES], hosts, gathering_ranks, alignment;
 } Costs;
 
-/* What a plan decides. home: bits by home; waits: by name of an activation, where it does; of patient updates, by name: rank, and
- * alphabet, the place of the name among all. */
+/* What a plan decides. home: bits by home; waits: by name of an activation, where it does; of patient updates, by name:
+ * rank, and alphabet, the place of the name among all. */
 typedef struct {
     int64_t lookahead, disk_lookahead, disk_direct, pooled, updates, patient, sets, run_ahead, held;
     const uint8_t *home, *waits;
@@ -84,9 +86,8 @@ typedef struct {
 } Choices;
 
 /* arenas: bytes by kind; period: from one step to the next. By phase, of that one and later ones: bytes that are copied, and
- * that are read from disk and written there. collectives: their us. casts:
- * whether the host casts anything in the backward. order: the names of updates on the host, as many as updates says, as they would
- * best come (see ../../pace.py). */
+ * that are read from disk and written there. collectives: their us. casts: whether the host casts anything in the backward.
+ * order: the names of updates on the host, as many as updates says, as they would best come (see ../../pace.py). */
 typedef struct {
     int64_t arenas[KINDS], most, copied[2], read[2], written[2], updates, casts;
     double alone, backward, period, collectives;
@@ -108,9 +109,9 @@ typedef struct {
     int64_t nbytes;
 } Buffer;
 
-/* reads, writes: buffers; inputs, updated: operands; update: the first of what leaves that it updates, else -1; is_update: it
- * is work of updates; group: gradients that it makes or has at home, else -1; cast: the host's, before it comes in or after it has gone home, else -1;
- * gone: it is not listed; next: of the calls around one region. */
+/* reads, writes: buffers; inputs, updated: operands; update: the first of what leaves that it updates, else -1; is_update:
+ * it is work of updates; group: gradients that it makes or has at home, else -1; cast: the host's, before it comes in or
+ * after it has gone home, else -1; gone: it is not listed; next: of the calls around one region. */
 typedef struct {
     List reads, writes, inputs, updated;
     int32_t queue, phase, early, update, is_update, group, cast, gone, next;
@@ -143,8 +144,8 @@ typedef struct {
     jmp_buf out_of_memory;
 } Work;
 
-/* Bytes with one owner after the other: by buffer, those that had its bytes before (after), and for slots of the forward, in the
- * step before (across). freed: behind each call, buffers and the place of their last user. */
+/* Bytes with one owner after the other: by buffer, those that had its bytes before (after), and for slots of the forward, in
+ * the step before (across). freed: behind each call, buffers and the place of their last user. */
 typedef struct {
     List *freed, *after, *across;
     int64_t arenas[KINDS], most;

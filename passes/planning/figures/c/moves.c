@@ -190,7 +190,8 @@ static List read_from_disk(Work *w, Around *around, int64_t position, List opera
  * another crosses. Returns the buffers that have them. */
 static List gathered(Work *w, Around *around, int64_t position, List operands, int64_t nbytes, int64_t ahead) {
     const Operand *operand = w->step->operand;
-    int32_t gather = new_call(w, NETWORK, collective_us(w->costs, nbytes, ALL_GATHER_OF_PARTS), (int)w->step->region[position].phase);
+    const double us = collective_us(w->costs, nbytes, ALL_GATHER_OF_PARTS);
+    int32_t gather = new_call(w, NETWORK, us, (int)w->step->region[position].phase);
     List writes = EMPTY;
     int64_t slot = 0;
     for EACH(link, operands, w)
@@ -202,8 +203,8 @@ static List gathered(Work *w, Around *around, int64_t position, List operands, i
     return writes;
 }
 
-/* A copy for a region of operands of one home. before: how many fragments of the home the region reads that precede these; end: a
- * read of them, which says which slices cross. */
+/* A copy for a region of operands of one home. before: how many fragments of the home the region reads that precede these;
+ * end: a read of them, which says which slices cross. */
 static void fetch_group(Work *w, Around *around, int64_t position, List operands, int64_t before, const Read *end,
                         int32_t *staying, Ends *ends) {
     const Step *step = w->step;
@@ -337,7 +338,8 @@ static int32_t copy_of(Work *w, int queue, int32_t from, int32_t to, int64_t nby
     int32_t copy = new_call(w, queue, copy_us(w->costs, nbytes, queue), phase);
     push(w, &w->calls[copy].reads, from, 0);
     push(w, &w->calls[copy].writes, to, 0);
-    *(queue == DISK_READ ? &w->calls[copy].read : queue == DISK_WRITE ? &w->calls[copy].written : &w->calls[copy].copied) = nbytes;
+    Call *call = &w->calls[copy];
+    *(queue == DISK_READ ? &call->read : queue == DISK_WRITE ? &call->written : &call->copied) = nbytes;
     return copy;
 }
 
@@ -417,11 +419,11 @@ static int goes_along(const Work *w, const Leaving *entry, const Leaving *first)
     return is_away(w, operand) && entry->home == first->home && (of->row_count >= 0 ? operand == of : operand->row_count < 0);
 }
 
-/* What a copy home of entries brings there, of those with one collective: it combines them, and what is updated stays. widened: the
- * cast that follows it, if any. */
+/* What a copy home of entries brings there, of those with one collective: it combines them, and what is updated stays.
+ * widened: the cast that follows it, if any. */
 static void arrive(Work *w, int32_t copy, int32_t widened, int64_t first, int64_t end, int collective) {
     const Leaving *leaving = w->step->leaving;
-    struct { int64_t nbytes, slot, kept_nbytes, kept_slot; } there[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}}; /* as it comes, and widened */
+    struct { int64_t nbytes, slot, kept_nbytes, kept_slot; } there[2] = {{0}}; /* as it comes, and widened */
     const int32_t makers[2] = {copy, widened};
     int64_t combined_nbytes = 0, combined_slot = 0;
     int32_t gradients = -1;
@@ -438,8 +440,10 @@ static void arrive(Work *w, int32_t copy, int32_t widened, int64_t first, int64_
         }
     }
     int32_t source = copy;
-    if (collective)
-        source = new_call(w, NETWORK, collective_us(w->costs, there[0].nbytes + there[1].nbytes, collective), w->calls[copy].phase);
+    if (collective) {
+        const double us = collective_us(w->costs, there[0].nbytes + there[1].nbytes, collective);
+        source = new_call(w, NETWORK, us, w->calls[copy].phase);
+    }
     for (int wide = 0; wide < 2; wide++) {
         const int64_t nbytes = collective ? there[wide].nbytes : there[wide].kept_nbytes;
         if (!nbytes)
@@ -528,6 +532,10 @@ static void leave(Work *w, Around *around, int64_t position) {
             insert_behind(w, around, position, call);
 }
 
+static int32_t remains(Work *w, int64_t position, const Value *value, int64_t nbytes, int64_t slot) {
+    return stays(w, position, value->first_reader, value->readers, nbytes, slot, value->returned);
+}
+
 static void make(Work *w, Around *around, const Ends *ends, int64_t position) {
     const Region *region = &w->step->region[position];
     const Value *value = w->step->value;
@@ -543,10 +551,10 @@ static void make(Work *w, Around *around, const Ends *ends, int64_t position) {
     for (int64_t i = first; i < region->first_other; i++) {
         Size *size = &together[value[i].group];
         if (!w->choices->waits[value[i].name] && !size->listed++)
-            read_by(w, ends, i, stays(w, position, value[i].first_reader, value[i].readers, size->nbytes, size->slot, value[i].returned));
+            read_by(w, ends, i, remains(w, position, &value[i], size->nbytes, size->slot));
     }
     for (int64_t i = region->first_other; i < region[1].first_value; i++)
-        read_by(w, ends, i, stays(w, position, value[i].first_reader, value[i].readers, value[i].nbytes, value[i].slot, value[i].returned));
+        read_by(w, ends, i, remains(w, position, &value[i], value[i].nbytes, value[i].slot));
     leave(w, around, position);
 }
 
@@ -625,7 +633,8 @@ static void list_norms(Work *w, int32_t *listed, int32_t source, List *norms, in
     *norm_nbytes += nbytes;
 }
 
-/* Lists the factor of all gradients, and a copy of it to the device if it is needed there. scale: its buffers, at home and there. */
+/* Lists the factor of all gradients, and a copy of it to the device if it is needed there. scale: its buffers, at home and
+ * there. */
 static void list_scale(Work *w, int32_t *listed, List norms, int64_t norm_nbytes, int wide, int on_device, int32_t scale[2]) {
     const int64_t nbytes = rounded(wide ? 8 : 4, w->costs->alignment), slot = rounded(nbytes, PLACEMENT);
     const int32_t call = listed[w->length++] = new_call(w, HOST, (double)norm_nbytes / w->costs->host_gbps / 1e3, 1);
@@ -731,8 +740,8 @@ static void list_updates(Work *w) {
     w->order = listed;
 }
 
-/* Puts casts into the list: before a copy to the device, a region earlier than it, so that one value is cast while the one before
- * it is copied; and right behind a copy home. Leaves out what is gone. */
+/* Puts casts into the list: before a copy to the device, a region earlier than it, so that one value is cast while the one
+ * before it is copied; and right behind a copy home. Leaves out what is gone. */
 static void list_casts(Work *w) {
     const int64_t count = w->length;
     int32_t *listed = mt_room(w, w->call_count, sizeof *listed);
