@@ -243,3 +243,6 @@ def _inverse(places: Sequence[int]) -> list[int]:
 
 def _address(numbers: array[int] | array[float]) -> int:
     return numbers.buffer_info()[0]
+
+
+library()  # where it cannot be loaded, an import fails, and not a model's first step
