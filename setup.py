@@ -1,15 +1,33 @@
-"""The one thing that pyproject.toml cannot say stably: C libraries that are built where they can be, and left out elsewhere.
+"""The one thing that pyproject.toml cannot say stably: two C libraries. The planner's is required; that of updates is built
+where it can be, and left out elsewhere.
 
 They are loaded with ctypes (runtime/optim/host_kernels.py, passes/planning/figures/compiled.py), need no Python header, and
 install inside the package. No flag is for the machine they are built on: update.c picks its vector width when it is loaded.
 """
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError, CCompilerError
 
 BITS = ["-fno-fast-math", "-ffp-contract=off"]  # what keeps it equal to other kernels, whatever CFLAGS says
 SPEED = ["-O3", "-fno-math-errno", "-fno-trapping-math"]  # square roots as vectors; after BITS, which would undo it
 
+
+class Build(build_ext):
+    """Builds the libraries. One that is required and cannot be built ends the install with one sentence."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+        except (BaseError, CCompilerError) as error:
+            if ext.optional:
+                raise
+            found = f"expected a C compiler that builds {', '.join(ext.sources)}, which mtcompile plans with, found: {error}"
+            raise SystemExit(f"mtcompile: {found}. Install gcc or clang, or name one with CC=, and install again") from error
+
+
 setup(
+    cmdclass={"build_ext": Build},
     ext_modules=[
         Extension(
             "mtcompile.runtime.optim._update",
@@ -23,7 +41,6 @@ setup(
             [f"passes/planning/figures/c/{name}.c" for name in ("moves", "lives", "clock")],
             depends=["passes/planning/figures/c/figures.h"],
             extra_compile_args=["-std=gnu11", "-fvisibility=hidden", *BITS, "-O3"],
-            optional=True,  # where there is no compiler, Python does the same, and plans take longer
         ),
     ]
 )

@@ -3,8 +3,8 @@
 The whole pipeline, on one screen:
 
     joint graph --normalize--> --build--> step graph          once per program
-    step graph  --PIPELINE (given a Plan)--> rewritten        once per candidate plan, as a draft
-    rewritten   --lower--> Schedule --verify--> proven        the chosen candidate, as an fx graph
+    step graph  --PIPELINE (given a Plan)--> rewritten        for the chosen plan
+    rewritten   --lower--> Schedule --verify--> proven        the chosen candidate
 
 One block before any rewrite: its values are on the device, and the values that its forward saves stay there for its backward.
 
@@ -20,7 +20,8 @@ The same block under a plan that keeps W on the host, lets x wait there, recompu
 
 (``block_backward_r`` has the forward's operations in front of the backward's, so nothing is saved.)
 
-A pass is one function ``(step, plan) -> step``; it may change the graph it is given, a copy of the step or a draft of it.
+A pass is one function ``(step, plan) -> step``; it may change the graph it is given, a copy of the step. Searches
+have the figures of plans from summaries of the step (``planning/figures``), which know what these passes do.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from collections.abc import Callable
 
 from torch import fx
 
-from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.rewrites.casts import cast_on_host
 from mtcompile.passes.rewrites.collectives import combine_over_ranks, gather_over_hosts
@@ -65,11 +65,3 @@ def rewrite(step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModu
     step.graph.lint()
     step.recompile()
     return step
-
-
-def rewritten_draft(draft: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Returns what ``rewrite`` does, as a draft. ``draft``: of the step graph (``draft_of``)."""
-    draft = draft_of(draft)
-    for transform in PIPELINE:
-        draft = transform(draft, plan)
-    return draft

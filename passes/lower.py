@@ -72,7 +72,7 @@ def lower_without_deps(
     resident_nbytes: Mapping[str, int],
     workspace: Workspace = workspace_nbytes,
 ) -> Schedule:
-    """Returns the schedule of a rewritten step graph or of a draft of it, without dependencies.
+    """Returns the schedule of a rewritten step graph, without dependencies.
 
     ``resident_nbytes``: persistent bytes per tier, counted at all times. ``workspace``: bytes a kernel needs beside its
     operands and results (measured, or by shapes). Moves write placed slots, or pooled values where the plan says so; regions
@@ -109,8 +109,7 @@ def _buffers(step: fx.GraphModule) -> dict[str, Buffer]:
 
     def add(node: fx.Node, kind: str, returned: bool = False, version_of: str = "") -> None:
         meta = node.meta
-        nbytes = meta.get("slot_nbytes", meta["nbytes"]) if kind == "placed" else meta["nbytes"]
-        about = node.name, _value(node), meta["tier"], kind, nbytes, meta["role"]
+        about = node.name, _value(node), meta["tier"], kind, meta["nbytes"], meta["role"]
         buffers[node.name] = Buffer(*about, returned=returned, version_of=version_of)
 
     for node in placeholders(step.graph):

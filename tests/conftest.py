@@ -38,7 +38,6 @@ _BOUNDED = (
     "tests/execution/memory/test_faster_fragments.py::test_a_larger_budget_is_not_slower",
     "tests/forecast/test_advice.py",
     "tests/forecast/test_disk.py",
-    "tests/forecast/test_forms.py::test_forms_are_compared_without_a_solver",
     "tests/forecast/test_forms.py::test_more_memory_is_never_slower",
     "tests/forecast/test_solve.py::test_an_update_as_gradients_arrive_hides_behind_the_backward",
     "tests/forecast/test_solve.py::test_more_memory_is_never_slower",

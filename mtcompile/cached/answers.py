@@ -21,7 +21,7 @@ from mtcompile.machine.system_files import text_of
 from mtcompile.reading import installed_version
 
 _KIND = "answers"
-_PACKAGES = ("torch", "numpy", "highspy", "scipy", "networkx")
+_PACKAGES = ("torch", "numpy", "highspy", "networkx")
 _SETTINGS = ("MT_", "ATEN_", "OMP_", "MKL_", "TORCH", "PYTORCH")  # variables that may change what is traced or found
 _SILENT = ("MT_CACHE", "MT_PROGRESS")  # those that change no answer
 

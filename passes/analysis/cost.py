@@ -37,8 +37,8 @@ _HIDING_NBYTES = 16 * 2**20  # an operation that moves more takes longer than th
 _LONG_ROW_NBYTES = 96 * 1024
 _READ_AGAIN = {aten._softmax: 2, aten._log_softmax: 2, aten._softmax_backward_data: 1, aten._log_softmax_backward_data: 1}
 # Of a collective through the host's memory, reads and writes of what a rank has; of the network between hosts, crossings.
-_PASSES = {"all_reduce": 7, "reduce_scatter": 5, "all_gather": 4, "all_gather of parts": 4, "broadcast": 4}
-_CROSSINGS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_gather of parts": 1, "broadcast": 2}
+PASSES = {"all_reduce": 7, "reduce_scatter": 5, "all_gather": 4, "all_gather of parts": 4, "broadcast": 4}
+CROSSINGS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_gather of parts": 1, "broadcast": 2}
 _FUSION_GAIN = 3  # fused, fusible operations move one in so many of the bytes that they move one by one (an estimate)
 
 
@@ -133,10 +133,14 @@ class Machine:
         up, and a reduce-scatter gives nothing back. In an all-gather, each rank brings a share of what other hosts have; of
         parts at home, each rank then copies the whole.
         Between hosts, each host sends and receives the sum of its ranks about twice, or once where it needs a part of it."""
-        ranks = max(1, self.updating_ranks // hosts) if kind.startswith("all_gather") else 1
+        ranks = self.gathering_ranks(hosts) if kind.startswith("all_gather") else 1
         whole = 2 * nbytes if kind == "all_gather of parts" else 0
-        through_host = (_PASSES[kind] * nbytes / ranks + whole) / self.host_gbps
-        return (through_host + _CROSSINGS[kind] * (hosts - 1) / hosts * nbytes / self.network_gbps) / 1e3
+        through_host = (PASSES[kind] * nbytes / ranks + whole) / self.host_gbps
+        return (through_host + CROSSINGS[kind] * (hosts - 1) / hosts * nbytes / self.network_gbps) / 1e3
+
+    def gathering_ranks(self, hosts: int) -> int:
+        """How many ranks of one of ``hosts`` bring a share each of what the others have."""
+        return max(1, self.updating_ranks // hosts)
 
     def contention_us(self, nbytes: int) -> float:
         """The microseconds that copies of ``nbytes`` cost the kernels they hide behind: both go through the same memory."""

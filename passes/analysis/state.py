@@ -275,7 +275,9 @@ def times_us(
     link = [i for i in schedule.instructions if i.queue in _LINK]
     copied = [sum(i.nbytes for i in link), sum(i.nbytes for i in link if i.phase == PHASES[1])]
     drive = [drive_nbytes(schedule, plan, phases) for phases in (PHASES, PHASES[1:])]
-    collectives = sum(i.time_us for i in schedule.instructions if i.work == "collective")
+    collectives = 0.0
+    for i in schedule.instructions:  # one by one, as summaries do: Python 3.12 sums floats in another way
+        collectives += i.time_us if i.work == "collective" else 0.0
     traffic = Traffic(copied, drive, collectives)
     if budgets.updates is None:
         span = _span_us(*clock(schedule, waits=waits))

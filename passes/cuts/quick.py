@@ -13,7 +13,7 @@ from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.climbs.climb import ways_of
 from mtcompile.passes.planning.climbs.limits import Limits
 from mtcompile.passes.planning.climbs.single import Climb
-from mtcompile.passes.planning.evaluate import completed, exact, shortfall
+from mtcompile.passes.planning.evaluate import completed, shortfall
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.seeds import Rounding, Rule, seed
@@ -32,7 +32,6 @@ _CLIMBED = 180  # plans that a short climb evaluates at most
 class QuickCandidates(Candidates):
     """The candidate plans of a changed problem. ``Candidates.best`` may find a faster plan, and takes many times as long."""
 
-    @exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
         """Does as ``Candidates.best``, but refuses a large step without a search, which takes long, where its linear program
         shows that no plan fits, or its leanest plans do not. Those say how many bytes are missing."""

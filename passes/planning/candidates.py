@@ -13,14 +13,13 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
-from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Certificate, Plan, Updates
 from mtcompile.passes.planning.climbs.casts import with_casts
 from mtcompile.passes.planning.climbs.climb import Climbs, climbs_of
 from mtcompile.passes.planning.climbs.hosts import HostClimbs, Pace, host_climbs
 from mtcompile.passes.planning.climbs.limits import Limits
-from mtcompile.passes.planning.evaluate import completed, evaluate, exact, faster, identity, shortfall
-from mtcompile.passes.planning.figures.evaluator import Evaluator
+from mtcompile.passes.planning.evaluate import completed, evaluate, faster, identity, shortfall
+from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
 from mtcompile.passes.planning.figures.lean import lean_plans, lean_starts, leanest_within, slower_than_some
 from mtcompile.passes.planning.figures.stored import SearchedText, searched_from_json
 from mtcompile.passes.planning.frontier import (
@@ -68,10 +67,10 @@ class Candidates:
         self.problem, self.progress, self.store = problem, progress, store
         self.sizes = param_nbytes(problem.step)
         self.open_params = {b: nbytes for b, nbytes in self.sizes.items() if b not in problem.fixed_homes}
-        self.base, self.draft = replace(decided(problem, self.sizes), narrow=False), draft_of(problem.step)
+        self.base = replace(decided(problem, self.sizes), narrow=False)
         self.evaluations = 0
         self._akin: Candidates | None = None  # of a problem whose plans have the same figures
-        self._figures: dict[Hashable, tuple[Mapping[str, int], float, float]] = {}  # peaks, times; schedules would fill memory
+        self._figures: dict[Hashable, Figures] = {}
         self._paces: dict[Hashable, Updates | None] = {}
         self._points: list[Point] = []
         self._varied_points: list[Point] | None = None
@@ -98,15 +97,8 @@ class Candidates:
         key = identity(plan)
         if (figures := self._figures.get(key)) is None:
             self.evaluations += 1
-            figures = self._evaluator.figures(plan)
-            if figures is None:
-                known = (candidate := evaluate(self.problem, self.draft, plan)).plan
-                self._figures[key] = known.peak_bytes, known.step_time_us, known.update_us
-                return candidate
-            self._figures[key] = figures
-        peaks, step_time_us, update_us = figures
-        again = plan.changed(peak_bytes=dict(peaks), step_time_us=step_time_us, update_us=update_us)
-        return Candidate(again, lambda: evaluate(self.problem, self.draft, plan).schedule)
+            figures = self._figures[key] = self._evaluator.figures(plan)
+        return self._evaluator.candidate(plan, figures)
 
     def _paced(self, plan: Plan) -> Candidate:
         """Returns the plan as ``paced`` chooses it; the choice is remembered."""
@@ -116,15 +108,6 @@ class Candidates:
         self._paces[key] = candidate.plan.updates
         return candidate
 
-    def go_by_schedules(self) -> bool:
-        """Forgets all figures of summaries, and makes no more. Tells whether there were any."""
-        could, self._evaluator.able, self._varied_points = self._evaluator.able, False, None
-        self._improved, self._on_hosts = None, None
-        self._figures, self._paces, self._points, self._climbed = {}, {}, [], {}
-        self.__dict__.pop("resident", None)
-        return could
-
-    @exact
     def planned(self, plan: Plan) -> Planned:
         """Returns the plan with its rewritten step graph and schedule, whether it fits or not."""
         candidate = self.evaluate(plan)
@@ -159,11 +142,11 @@ class Candidates:
     def _streamed(self) -> Schedule:
         """A schedule with every home on the host, with casts there."""
         step, base = self.problem.step, replace(self.base, narrow=may_cast(self.problem.step))
-        return evaluate(self.problem, self.draft, POLICIES["megatrain"](step, base, self.open_params)).schedule
+        return evaluate(self.problem, POLICIES["megatrain"](step, base, self.open_params)).schedule
 
     @cached_property
     def _evaluator(self) -> Evaluator:
-        return Evaluator(self.problem, self.draft, self._casts, known=self._akin and self._akin._evaluator)
+        return Evaluator(self.problem, known=self._akin and self._akin._evaluator)
 
     @cached_property
     def _casts(self) -> bool:
@@ -178,7 +161,7 @@ class Candidates:
         return self._bounds.certificate({"device": device, "host": host, "disk": self.problem.budgets.disk}, us)
 
     def bound_us(self, device: int | None, host: int | None, inside: bool = True) -> float:
-        """The µs of the fastest plan that could be within these bytes; infinite if there can be none, 0 without a solver.
+        """The µs of the fastest plan that could be within these bytes; infinite if there can be none.
         ``inside``: False for any form of the step (see ``Relaxation``)."""
         return self._bounds.us({"device": device, "host": host, "disk": self.problem.budgets.disk}, inside)
 
@@ -193,7 +176,6 @@ class Candidates:
         """True if a plan may be faster than the one with everything on the device, however much memory there is."""
         return faster_than_resident(self.problem, self._bounds.solve, self.open_params, self.resident.plan.total_us)
 
-    @exact
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
         """Returns the fastest candidate within these bytes; ``known``, the plan found for the same request before, without a
         search if it still fits. Raises DoesNotFit."""
@@ -233,7 +215,6 @@ class Candidates:
         peaks = [point.plan.peak_bytes for point in (*self._points, *self._variants)]
         return min((p[tier] for p in peaks if all(p[other] <= n for other, n in limits.items())), default=None)
 
-    @exact
     def by_policy(self, policy: str, budgets: Budgets) -> Planned:
         """Returns the plan of a fixed policy. Raises DoesNotFit."""
         candidate = self.of_policy(policy, budgets)
@@ -382,7 +363,7 @@ class Candidates:
 
     def _climbs(self) -> Climbs | None:
         """Plans improved by moves that equal parts share; None where steps wait for a disk."""
-        if "disk" in self.problem.fixed_homes.values() or not self._evaluator.able:
+        if "disk" in self.problem.fixed_homes.values():
             return None
         if self._improved is None:
             held = held_nbytes(self.problem.step, self.problem.budgets)

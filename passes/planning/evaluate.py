@@ -1,20 +1,17 @@
-"""Evaluates one plan: drafts its step graph, lowers it, and finds the peaks and times by which plans are compared."""
+"""Evaluates one plan: rewrites its step graph, lowers it, and finds the peaks and times by which plans are compared."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import fx
 
-from mtcompile.passes import rewrite, rewritten_draft
+from mtcompile.passes import rewrite
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.fetches import fetches, is_resident
 from mtcompile.passes.analysis.names import value_names
 from mtcompile.passes.analysis.state import Budgets, drive_nbytes, persistent_nbytes, state_by_tier, times_us, trained_nbytes
-from mtcompile.passes.draft import bundle
 from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.passes.planning.frontier import fits
@@ -30,40 +27,9 @@ _TOLD = 0.01
 _WAITS: Mapping[Queue, str] = {"h2d": "copies to it", "d2h": "copies from it", "disk_read": "reads from disk"}
 
 
-class Inexact(AssertionError):
-    """Raised if a plan's schedule does not have the figures that the plan was chosen by."""
-
-
-class Figured(Protocol):
-    """A search that plans by figures of summaries, as far as it can."""
-
-    def go_by_schedules(self) -> bool: ...
-
-
-F = TypeVar("F", bound=Figured)
-P = ParamSpec("P")
-V = TypeVar("V")
-
-
-def exact(method: Callable[Concatenate[F, P], V]) -> Callable[Concatenate[F, P], V]:
-    """Lets a method plan again by the figures of schedules if those of summaries turn out to be others, as was never seen."""
-
-    @functools.wraps(method)
-    def again(planning: F, *args: P.args, **kwargs: P.kwargs) -> V:
-        try:
-            return method(planning, *args, **kwargs)
-        except Inexact:
-            if not planning.go_by_schedules():
-                raise
-            return method(planning, *args, **kwargs)
-
-    return again
-
-
-def evaluate(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan) -> Candidate:
-    """Fills in a plan's peaks and predicted times. ``draft``: of the problem's step graph; it is rewritten and lowered in its
-    place."""
-    schedule = _lowered(problem, bundle(rewritten_draft(draft, plan)), plan)
+def evaluate(problem: PlanningProblem, plan: Plan) -> Candidate:
+    """Fills in a plan's peaks and predicted times, by its schedule. Searches have them from summaries (see ``figures``)."""
+    schedule = _lowered(problem, rewrite(problem.step, plan), plan)
     return Candidate(_with_figures(problem, plan, schedule, waits(schedule)), lambda: schedule)
 
 
@@ -80,12 +46,12 @@ def faster(candidate: Candidate, other: Candidate, budgets: Budgets) -> Candidat
 
 def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, certificate: Certificate | None) -> Planned:
     """Returns the chosen candidate with its rewritten step graph, and with budgets, limits, the limiting resource, ``minimum``,
-    the smallest device budget that works, in bytes, and its certificate. Raises Inexact."""
+    the smallest device budget that works, in bytes, and its certificate."""
     step = rewrite(problem.step, candidate.plan)
     schedule = derive(_lowered(problem, step, candidate.plan))
     figures = _with_figures(problem, candidate.plan, schedule, None)
     if figures != candidate.plan:
-        raise Inexact(f"expected the figures that the plan was chosen by, found others:\n{candidate.plan}\n{figures}")
+        raise AssertionError(f"expected the figures that the plan was chosen by, found others:\n{candidate.plan}\n{figures}")
     trace = simulate(schedule)
     busy: dict[str, float] = {queue: us for queue, us in busy_us(trace).items()}
     busy["update"] = candidate.plan.update_us

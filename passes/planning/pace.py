@@ -9,40 +9,33 @@ arrives, none begins before the last gradient has been cast. Impatient ones come
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import Candidate
-from mtcompile.runtime.deps import waits
-from mtcompile.runtime.schedule import PHASES, Schedule
-from mtcompile.runtime.sim import clock
 
 _EXPOSED = 0.005  # of a step: updates that add less than this to it need no other order
 
 
-Arriving = list[tuple[float, int, float, str]]  # when an update's gradients are there, when it is due, its µs, its name
+class Due(NamedTuple):
+    """The ``order`` in which updates on the host are due, and whether the host ``casts`` anything beside them."""
+
+    order: tuple[str, ...]
+    casts: bool
 
 
-def paced(
-    plan: Plan,
-    evaluate: Callable[[Plan], Candidate],
-    due_first: Callable[[Plan], tuple[str, ...] | None] = lambda plan: None,
-) -> Candidate:
+def paced(plan: Plan, evaluate: Callable[[Plan], Candidate], due_first: Callable[[Plan], Due]) -> Candidate:
     """Evaluates a plan with patient updates as gradients arrive. If they add to the step, also in the order in which they are
     due, and without waiting gradients where the host casts as well. Returns the fastest; of equal ones, that which needs
-    least of the host. ``due_first``: gives that order for a plan whose host casts nothing; None: only the schedule tells."""
+    least of the host. ``due_first``: gives that order."""
     if plan.updates is None or plan.updates.held or plan.updates.in_turn:
         return evaluate(plan)
     candidate = evaluate(with_pace(plan, True, ()))
     if candidate.plan.update_us < _EXPOSED * candidate.plan.step_time_us:
         return candidate
-    tried, casts = [candidate], False
-    if (order := due_first(candidate.plan)) is None:
-        schedule = candidate.schedule
-        order = _due_first(schedule)
-        casts = any(i.work == "convert" and i.phase == PHASES[1] for i in schedule.instructions)
+    tried, (order, casts) = [candidate], due_first(candidate.plan)
     if plan.updates.run_ahead and order:
         tried.insert(0, evaluate(with_pace(plan, True, order)))
     if casts:
@@ -61,35 +54,3 @@ def with_pace(plan: Plan, patient: bool, order: tuple[str, ...]) -> Plan:
     if updates is None or (updates.patient, updates.order) == (patient and not updates.in_turn, order):
         return plan
     return plan.changed(updates=replace(updates, patient=patient and not updates.in_turn, order=order))
-
-
-def _due_first(schedule: Schedule) -> tuple[str, ...]:
-    """Returns the updates on the host, earliest due date first, each by its first parameter."""
-    derived = waits(schedule)
-    _, ends = clock(schedule, waits=derived)
-    due: dict[str, int] = {}  # home -> the first instruction of a forward that reads it
-    arriving: Arriving = []
-    for index, instruction in enumerate(schedule.instructions):
-        if instruction.phase == PHASES[0]:
-            due |= {name: index for name in instruction.reads if name not in due}
-        elif instruction.work == "update" and instruction.queue == "host":
-            there = max((ends[dep] for dep in derived.deps[index]), default=0.0)
-            homes = [schedule.buffers[name].version_of for name in instruction.writes]
-            last = len(schedule)
-            arriving.append((there, min(due.get(home, last) for home in homes), instruction.time_us, homes[0]))
-    return earliest_due(arriving)
-
-
-def earliest_due(arriving: Arriving) -> tuple[str, ...]:
-    """Returns updates in the order in which the host takes them: of those whose gradients are there, the one due first."""
-    order, waiting, now = list[str](), list[tuple[int, float, str]](), 0.0
-    arriving.sort(reverse=True)
-    while arriving or waiting:
-        if not waiting:
-            now = max(now, arriving[-1][0])
-        while arriving and arriving[-1][0] <= now:
-            heapq.heappush(waiting, arriving.pop()[1:])
-        _, time_us, name = heapq.heappop(waiting)
-        now += time_us
-        order.append(name)
-    return tuple(order)

@@ -17,7 +17,7 @@ from mtcompile.passes.analysis.state import Budgets, held_nbytes
 from mtcompile.passes.lower import Workspace, lower
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.evaluate import completed, evaluate
+from mtcompile.passes.planning.evaluate import completed
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.ladders import Block, everything, kept_positions, variant_decision
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
@@ -57,7 +57,7 @@ def plan_like(problem: PlanningProblem, similar: Plan) -> Planned | None:
     plan = resized(similar, candidates.base, candidates.blocks, candidates.sizes)
     if plan is None or fits(candidates.resident.plan, limits):
         return None
-    candidate = evaluate(problem, candidates.draft, plan)
+    candidate = candidates.evaluate(plan)
     certificate = candidates.certificate(limits.device, limits.host, candidate.plan.total_us)
     if not fits(candidate.plan, limits) or certificate is None or similar.certificate is None:
         return None
@@ -102,7 +102,7 @@ def resident_plan(problem: PlanningProblem) -> Planned | None:
     plan = everything(problem.step, candidates.base, candidates.open_params, fused=True)
     if any(plan.params(block) != "device" for block in candidates.sizes):
         return None
-    planned = evaluate(problem, candidates.draft, plan)
+    planned = candidates.evaluate(plan)
     if not fits(planned.plan, problem.budgets):
         return None
     return completed(problem, planned, planned.plan.peak_bytes["device"], None)

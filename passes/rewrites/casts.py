@@ -9,6 +9,7 @@ Resident values are left alone, and so is what a region needs in both widths.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def may_cast(step: fx.GraphModule) -> bool:
     return any(node.target is _CAST for kernel in kernels.values() for node in kernel.graph.nodes)
 
 
-def _sized(val: torch.Tensor) -> dict[str, Any]:
+def sized(val: torch.Tensor) -> dict[str, Any]:
     return {"val": val, "nbytes": aligned(span_nbytes(val))}
 
 
@@ -93,39 +94,45 @@ def _narrow_prefetch(step: fx.GraphModule, call: fx.Node) -> None:
         node = step.graph.create_node("call_function", convert, tuple(values), {"casts": casts}, name=f"narrow_{call.name}")
         node.meta.update(phase=call.meta["phase"], block=call.meta["block"])
         outputs = [
-            (f"{item.name}_narrow", {**value.meta, **_sized(cast.meta["val"])})
+            (f"{item.name}_narrow", {**value.meta, **sized(cast.meta["val"])})
             for value, (item, cast) in zip(values, castable.items(), strict=True)
         ]
         narrow_values = add_call(step.graph, node, outputs)
     narrow = {int(item.args[1]): value for item, value in zip(castable, narrow_values, strict=True)}
     call.args = tuple(narrow.get(position, value) for position, value in enumerate(call.args))
     for item, cast in castable.items():
-        item.meta.update(_sized(cast.meta["val"]))
+        item.meta.update(sized(cast.meta["val"]))
     for region in dict.fromkeys(region for item in castable for region in item.users):
         _take_narrow(step, region, tuple(i for i, operand in enumerate(region.args) if operand in castable))
 
 
 def _cast_of(step: fx.GraphModule, item: fx.Node) -> fx.Node | None:
     """The cast to fewer bytes that all readers of a value begin with, one for all; None where there is none."""
-    readers: list[fx.Node] = []
-    for region in item.users:
-        if not is_region(region):
-            return None
-        users = _users_of_inputs(step, region)
-        readers += (node for i, operand in enumerate(region.args) if operand is item for node in users[i])
+    if not all(map(is_region, item.users)):
+        return None
+    readers = [(kernel_of(step, region), [i for i, o in enumerate(region.args) if o is item]) for region in item.users]
+    return narrowing_cast(step, readers, item.meta["val"])
+
+
+def narrowing_cast(
+    step: fx.GraphModule, kernels: Iterable[tuple[fx.GraphModule, Iterable[int]]], before: torch.Tensor
+) -> fx.Node | None:
+    """Returns the cast to fewer bytes that all readers of a value begin with, one for all; None where there is none.
+    ``kernels``: that read it, each with the positions of the operands that it is."""
+    readers = [node for kernel, positions in kernels for i in positions for node in _users_of_inputs(step, kernel)[i]]
     if not readers or any(node.target is not _CAST or node.kwargs != readers[0].kwargs for node in readers):
         return None
     cast = readers[0]
-    val, before = cast.meta["val"], item.meta["val"]
+    val = cast.meta["val"]
     alike = _only_dtype(cast) and val.stride() == before.stride() and val.is_floating_point()
     return cast if alike and val.element_size() < before.element_size() else None
 
 
-def _users_of_inputs(step: fx.GraphModule, region: fx.Node) -> list[list[fx.Node]]:
-    """The readers of each operand in a region's body."""
-    memo, key = step.meta["memo"], ("users of inputs", str(region.target))
+def _users_of_inputs(step: fx.GraphModule, kernel: fx.GraphModule) -> list[list[fx.Node]]:
+    """The readers of each operand in a kernel."""
+    memo, key = step.meta["memo"], ("users of inputs", str(kernel.meta["name"]))
     if key not in memo:
-        memo[key] = [list(node.users) for node in placeholders(kernel_of(step, region).graph)]
+        memo[key] = [list(node.users) for node in placeholders(kernel.graph)]
     users: list[list[fx.Node]] = memo[key]
     return users
 
@@ -143,10 +150,15 @@ def _before(call: fx.Node) -> fx.Node:
 
 def _take_narrow(step: fx.GraphModule, region: fx.Node, positions: tuple[int, ...]) -> None:
     """Gives a region a kernel that takes the operands at ``positions`` already cast."""
-    memo, key = step.meta["memo"], ("narrow", str(region.target), positions)
+    region.target = attach(step, taking_narrow(step, kernel_of(step, region), positions))
+
+
+def taking_narrow(step: fx.GraphModule, kernel: fx.GraphModule, positions: tuple[int, ...]) -> fx.GraphModule:
+    """Returns a kernel that takes the operands at ``positions`` already cast."""
+    memo, key = step.meta["memo"], ("narrow", str(kernel.meta["name"]), positions)
     if key not in memo:
         body = fx.Graph()
-        returned = body.graph_copy(kernel_of(step, region).graph, {})
+        returned = body.graph_copy(kernel.graph, {})
         output = body.output(returned)
         inputs, returned_storages = placeholders(body), {owner(node) for node in returned}
         for position in positions:
@@ -159,7 +171,8 @@ def _take_narrow(step: fx.GraphModule, region: fx.Node, positions: tuple[int, ..
                     body.erase_node(cast)
         output.meta = {}
         memo[key] = step.get_submodule(install(step, step.meta["kernels"], body))
-    region.target = attach(step, memo[key])
+    narrow: fx.GraphModule = memo[key]
+    return narrow
 
 
 def _cast_that_leaves(step: fx.GraphModule, call: fx.Node) -> fx.Node | None:
@@ -168,10 +181,9 @@ def _cast_that_leaves(step: fx.GraphModule, call: fx.Node) -> fx.Node | None:
     if others or any(user.target is not prefetch for user in item.users) or not is_region(value.args[0]):
         return None
     region, position = value.args
-    output = body_outputs(kernel_of(step, region))[position]
-    if output.target is not _CLONE or output.args[0].op != "placeholder":
+    if (place := cloned_operand(kernel_of(step, region), position)) is None:
         return None
-    came_in = region.args[placeholders(output.graph).index(output.args[0])]
+    came_in = region.args[place]
     if came_in.target is not operator.getitem or came_in.args[0].target is not prefetch:
         return None
     fetch, place = came_in.args
@@ -180,6 +192,14 @@ def _cast_that_leaves(step: fx.GraphModule, call: fx.Node) -> fx.Node | None:
         return None
     # A clone may be strided in another way.
     return cast if layout_of(cast.meta["val"]) == layout_of(item.meta["val"]) else None
+
+
+def cloned_operand(kernel: fx.GraphModule, position: int) -> int | None:
+    """Returns the position of the operand that a result of a kernel is a clone of; None if it is of none."""
+    output = body_outputs(kernel)[position]
+    if output.target is not _CLONE or output.args[0].op != "placeholder":
+        return None
+    return placeholders(output.graph).index(output.args[0])
 
 
 def _wait_as_cast(step: fx.GraphModule, call: fx.Node, cast: fx.Node) -> None:
@@ -220,11 +240,11 @@ def _narrow_offload(step: fx.GraphModule, call: fx.Node) -> None:
         return
     sources = {item: source(item) for item in results(call)}
     widened = [(item, casts[value]) for item, value in sources.items() if value in casts]
-    wide = {item: _sized(item.meta["val"]) for item, _ in widened}
+    wide = {item: sized(item.meta["val"]) for item, _ in widened}
     for item, cast in widened:
         val = cast.args[0].meta["val"]
-        sources[item].meta.update(val=val, nbytes=aligned(int(val.untyped_storage().nbytes())))
-        item.meta.update(_sized(val))
+        sources[item].meta.update(val=val, nbytes=made_nbytes(val))
+        item.meta.update(sized(val))
     with step.graph.inserting_before(results(call)[-1].next):
         users = {item: list(item.users) for item in wide}
         keywords = tuple(dict(cast.kwargs) for _, cast in widened)
@@ -237,12 +257,25 @@ def _narrow_offload(step: fx.GraphModule, call: fx.Node) -> None:
             user.replace_input_with(item, value)
 
 
+def made_nbytes(val: torch.Tensor) -> int:
+    """The bytes of a value where a region makes it."""
+    return aligned(int(val.untyped_storage().nbytes()))
+
+
 def _leave_narrow(step: fx.GraphModule, region: fx.Node, positions: tuple[int, ...]) -> dict[int, fx.Node]:
-    """Makes a region return, of its results at ``positions``, what the last cast to each reads, where that is narrower and has
-    memory of its own. Returns these casts by position."""
-    memo, key = step.meta["memo"], ("leaves narrow", str(region.target), positions)
+    """Makes a region return results as ``leaving_narrow`` does. Returns the casts by position."""
+    kernel, casts = leaving_narrow(step, kernel_of(step, region), positions)
+    region.target = attach(step, kernel)
+    return casts
+
+
+def leaving_narrow(
+    step: fx.GraphModule, kernel: fx.GraphModule, positions: tuple[int, ...]
+) -> tuple[fx.GraphModule, dict[int, fx.Node]]:
+    """Returns a kernel that returns, of its results at ``positions``, what the last cast to each reads, where that is narrower
+    and has memory of its own; and these casts by position."""
+    memo, key = step.meta["memo"], ("leaves narrow", str(kernel.meta["name"]), positions)
     if key not in memo:
-        kernel = kernel_of(step, region)
         outputs, casts = body_outputs(kernel), dict[int, fx.Node]()
         for position in positions:
             cast = outputs[position]
@@ -256,9 +289,8 @@ def _leave_narrow(step: fx.GraphModule, region: fx.Node, positions: tuple[int, .
             drop_dead(body)
             kernel = step.get_submodule(install(step, step.meta["kernels"], body))
         memo[key] = kernel, casts
-    kernel, casts = memo[key]
-    region.target = attach(step, kernel)
-    return casts
+    left: tuple[fx.GraphModule, dict[int, fx.Node]] = memo[key]
+    return left
 
 
 def _widens_last(outputs: list[fx.Node], position: int) -> bool:

@@ -21,9 +21,11 @@ from torch import fx
 
 from mtcompile.passes.analysis.state import share_length
 from mtcompile.passes.insert import add_call
-from mtcompile.passes.plan import Plan
+from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.proof.same_computation import SameComputationError
 from mtcompile.passes.step_graph import (
+    InputSpec,
+    OutputSpec,
     all_gather,
     all_reduce,
     broadcast,
@@ -42,16 +44,12 @@ from mtcompile.runtime.schedule import Schedule, aligned
 def combine_over_ranks(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Puts an all-reduce behind each offload of gradients of parameters, a reduce-scatter where ranks update shares of these,
     and a broadcast behind each offload of buffers. Does nothing for one rank, or for a step without gradients."""
-    if ranks_of(step) == 1 or not any(spec.kind == "grad" for spec in step.meta["outputs"]):
+    if (ranks := ranks_of(step)) == 1 or not any(spec.kind == "grad" for spec in step.meta["outputs"]):
         return step
     inputs = {spec.index: (spec, node) for spec, node in inputs_of(step) if spec.role != "tangent"}
     combined: dict[tuple[fx.Node, Any], list[int]] = {}  # (offload, collective) -> positions among the outputs
     for position, (spec, value) in enumerate(outputs_of(step)):
-        source, home = inputs.get(spec.index, (None, None))
-        shared = source is not None and source.role == ("param" if spec.kind == "grad" else "buffer")
-        if spec.kind != "output" and shared:
-            scattered = spec.kind == "grad" and _is_scattered(step, plan, source.name, home, value)
-            target = broadcast if spec.kind != "grad" else reduce_scatter if scattered else all_reduce
+        if spec.index in inputs and (target := collective_of(step, plan.updates, spec, inputs[spec.index], value)) is not None:
             combined.setdefault((value.args[0], target), []).append(position)
     output = step.graph.output_node()
     values = list(output.args[0])
@@ -63,7 +61,9 @@ def combine_over_ranks(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             node = step.graph.create_node("call_function", target, tuple(operands), name=name)
             names = tuple(step.meta["outputs"][position].name for position in positions)
             node.meta.update(phase=call.meta["phase"], block=call.meta["block"], names=names)
-            metas = [{**value.meta, **(_share(step, value) if target is reduce_scatter else {})} for value in operands]
+            metas = [dict(value.meta) for value in operands]
+            for meta in metas if target is reduce_scatter else ():
+                meta.update(share_of(ranks, meta["val"]))
             items = add_call(step.graph, node, [(f"{v.name}_{past}", meta) for v, meta in zip(operands, metas, strict=True)])
         for position, item in zip(positions, items, strict=True):
             values[position] = item
@@ -71,27 +71,37 @@ def combine_over_ranks(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     return step
 
 
-def _share(step: fx.GraphModule, gradient: fx.Node) -> dict[str, Any]:
+def collective_of(
+    step: fx.GraphModule, updates: Updates | None, spec: OutputSpec, of: tuple[InputSpec, fx.Node], value: fx.Node
+) -> Any:
+    """Returns what combines an output over ranks; None for nothing. ``of``: the input that it is a gradient or version of."""
+    (source, home), kind = of, spec.kind
+    if kind == "output" or source.role != ("param" if kind == "grad" else "buffer"):
+        return None
+    scattered = kind == "grad" and _is_scattered(step, updates, source.name, home, value)
+    return broadcast if kind != "grad" else reduce_scatter if scattered else all_reduce
+
+
+def share_of(ranks: int, val: torch.Tensor) -> dict[str, Any]:
     """Returns what describes the elements of a gradient that one rank updates, one behind the other."""
-    val = gradient.meta["val"]
-    share = torch.empty(min(val.numel(), share_length(val.numel(), ranks_of(step))), dtype=val.dtype, device="meta")
+    share = torch.empty(min(val.numel(), share_length(val.numel(), ranks)), dtype=val.dtype, device="meta")
     return {"val": share, "nbytes": aligned(share.nbytes)}
 
 
 _VERBS = {all_reduce: ("reduce", "reduced"), reduce_scatter: ("scatter", "scattered"), broadcast: ("share", "shared")}
 
 
-def _is_scattered(step: fx.GraphModule, plan: Plan, name: str, parameter: fx.Node, gradient: fx.Node) -> bool:
+def _is_scattered(step: fx.GraphModule, updates: Updates | None, name: str, parameter: fx.Node, gradient: fx.Node) -> bool:
     """Tells whether nobody needs a gradient but the update of a part of its parameter: its norm needs all of it."""
-    updates, wanted = plan.updates, step.meta.get("updated")
-    if updates is None or updates.held or not is_sharded(step, plan, name) or (wanted is not None and name not in wanted):
+    wanted = step.meta.get("updated")
+    if updates is None or updates.held or not is_sharded(step, updates, name) or (wanted is not None and name not in wanted):
         return False
     return bool(gradient.meta["val"].stride() == parameter.meta["val"].stride())  # parts are of elements as they lie in memory
 
 
-def is_sharded(step: fx.GraphModule, plan: Plan, name: str) -> bool:
+def is_sharded(step: fx.GraphModule, updates: Updates, name: str) -> bool:
     """Tells whether each rank updates a share of a parameter."""
-    return plan.updates is not None and step.meta["homes"].get(name) in plan.updates.sharded
+    return step.meta["homes"].get(name) in updates.sharded
 
 
 def gather_over_hosts(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -104,7 +114,7 @@ def gather_over_hosts(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         parts = [
             item
             for item in results(call)
-            if is_sharded(step, plan, name := names[item.args[1]]) and step.meta["homes"][name] not in plan.parts
+            if is_sharded(step, plan.updates, name := names[item.args[1]]) and step.meta["homes"][name] not in plan.parts
         ]
         if not parts:
             continue

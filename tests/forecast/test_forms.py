@@ -18,7 +18,6 @@ from mtcompile.forecast.forms import StepForms
 from mtcompile.models.decoders import Shape, fake
 from mtcompile.passes.cuts import bounds, compare, fastest, form
 from mtcompile.passes.cuts.form import WHOLE
-from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.step_graph import fragments_of
 from tests.helpers.stacks import WIDTH, Residual
 from tests.helpers.training import adamw
@@ -150,17 +149,6 @@ def test_a_large_step_has_its_head_whole_where_there_is_room(monkeypatch: pytest
     monkeypatch.setattr(fastest, "whole_head_may_gain", lambda *_: False)
     in_chunks = plan("64MiB")
     assert "chunks" in in_chunks.numerics and whole_us < 0.98 * in_chunks.step_time_us
-
-
-def test_forms_are_compared_without_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*args: Any) -> Any:
-        raise ImportError
-
-    monkeypatch.setattr("mtcompile.passes.planning.linear.program.solver", missing)
-    monkeypatch.setenv("MT_CACHE", "0")
-    forecast = mtcompile.plan(Head(), {"tokens": torch.arange(240).view(3, 80)}, memory=800 << 10, machine="rtx4090")
-    assert forecast.feasible and "chunks" in forecast.numerics and forecast.problem is not None
-    assert Candidates(forecast.problem).bound_us(None, None) == 0.0  # not infinite, as where nothing fits
 
 
 @pytest.mark.parametrize("model", [decoder, residual])

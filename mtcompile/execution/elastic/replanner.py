@@ -25,7 +25,6 @@ from mtcompile.execution.compiled import CompiledStep
 from mtcompile.execution.elastic.speeds import Recent, Speeds, drift_of
 from mtcompile.execution.session import CompiledSteps, Session
 from mtcompile.passes.cuts.form import WHOLE
-from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.evaluate import completed, evaluate
@@ -134,7 +133,7 @@ class Elastic:
         session, compiled = self._session, job.recent.compiled
         session.drain()
         problem = replace(job.problem, workspace=session.toolchain.eager.measured)  # now kernels may be run
-        candidate = evaluate(problem, draft_of(problem.step), plan)
+        candidate = evaluate(problem, plan)
         now, _ = session.door.constraints(problem.step)
         if not fits(candidate.plan, now) or not leaves_room(now, candidate.schedule, job.beside):
             return False
@@ -167,13 +166,12 @@ def _plan(job: _Job, planning: AbstractContextManager[object]) -> None:
     problem = job.problem
     try:
         with planning:
-            draft = draft_of(problem.step)
-            job.before_us = evaluate(problem, draft, job.recent.compiled.plan).plan.total_us
+            job.before_us = evaluate(problem, job.recent.compiled.plan).plan.total_us
             roomy = partial(leaves_room, problem.budgets, beside=job.beside)
             searched_for, planned = within_disk(problem, lambda part: (part, make_plan(part)), roomy)
             job.problem, job.plan = searched_for, planned.plan
             for earlier in job.recent.earlier:
-                again = evaluate(problem, draft, earlier).plan
+                again = evaluate(problem, earlier).plan
                 if fits(again, problem.budgets) and again.total_us <= job.plan.total_us:  # so that speeds that return find it
                     job.problem, job.plan = problem, replace(again, certificate=planned.plan.certificate)
     except DoesNotFit:

@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from torch import fx
-
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Decision, Plan
-from mtcompile.passes.planning.evaluate import evaluate, shortfall
+from mtcompile.passes.planning.evaluate import shortfall
+from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.pace import impatient
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Solved
@@ -100,29 +98,29 @@ def with_activations_on_disk(
 
 def _spilled(problem: PlanningProblem, planned: Planned, evenly: Evenly, serves: Serves) -> Iterator[Candidate]:
     """Yields the plan with activations on disk in a few ways, each with as few as the budgets need, or all of them."""
-    draft = draft_of(problem.step)
+    evaluator = Evaluator(problem)
     by_value = {each.value: each for each in waiting_on_host(planned.schedule)}
     if not by_value:
         return
     longest_first = sorted(by_value.values(), key=lambda each: -each.idle_us)
     start = replace(planned.plan, disk_lookahead=0)  # with the least staging
-    first = _fewest(problem, draft, start, longest_first, serves)
+    first = _fewest(evaluator, start, longest_first, serves)
     yield first
     if not serves(first) and (less := impatient(start)) is not None:
-        start, first = less, _fewest(problem, draft, less, longest_first, serves)
+        start, first = less, _fewest(evaluator, less, longest_first, serves)
         yield first
     if not serves(first):  # though all of it is on disk
         return
     tried = [first]
     for ahead in AHEAD[1:]:
-        tried.append(_fewest(problem, draft, replace(start, disk_lookahead=ahead), longest_first, serves))
+        tried.append(_fewest(evaluator, replace(start, disk_lookahead=ahead), longest_first, serves))
         yield tried[-1]
     best = min(filter(serves, tried), key=lambda one: one.plan.total_us)
     plan = replace(start, disk_lookahead=best.plan.disk_lookahead)
-    spread = _fewest(problem, draft, plan, [by_value[value] for value in evenly(list(by_value))], serves)
+    spread = _fewest(evaluator, plan, [by_value[value] for value in evenly(list(by_value))], serves)
     yield spread
     for more in with_more_sets(plan):
-        candidate = _fewest(problem, draft, more, longest_first, serves)
+        candidate = _fewest(evaluator, more, longest_first, serves)
         if candidate.plan.total_us >= best.plan.total_us or not serves(candidate):
             return
         yield (best := candidate)
@@ -138,14 +136,14 @@ def with_more_sets(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, updates=replace(updates, sets=sets))
 
 
-def _fewest(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan, order: Sequence[Waiting], serves: Serves) -> Candidate:
+def _fewest(evaluator: Evaluator, plan: Plan, order: Sequence[Waiting], serves: Serves) -> Candidate:
     """Returns the plan with the fewest first values of ``order`` on disk that ``serves``; with all if none does."""
 
     def on_disk(count: int) -> Candidate:
         chosen = {each.value: each for each in order[:count]}
         others = (d for d in plan.decisions if d.kind != "activation" or d.subject not in chosen)
         moved = (Decision("activation", each.value, "disk", each.nbytes) for each in chosen.values())
-        return evaluate(problem, draft, replace(plan, decisions=(*others, *moved)))
+        return evaluator.candidate(replace(plan, decisions=(*others, *moved)))
 
     low, high, best = 0, len(order), on_disk(len(order))
     while low + 1 < high and serves(best):

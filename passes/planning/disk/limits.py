@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil, inf
 
-from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.disk.activations import without_disk
 from mtcompile.passes.planning.evaluate import evaluate
@@ -53,11 +52,11 @@ def check_worthwhile(problem: PlanningProblem, plan: Plan) -> None:
 def _without_cost_us(problem: PlanningProblem, plan: Plan) -> float:
     """The time of a step by a plan if its disk took none."""
     machine = replace(problem.machine, disk_read_gbps=inf, disk_write_gbps=inf)
-    return evaluate(replace(problem, machine=machine), draft_of(problem.step), plan).plan.total_us
+    return evaluate(replace(problem, machine=machine), plan).plan.total_us
 
 
 def _host_without_nbytes(problem: PlanningProblem, plan: Plan) -> int:
     """The bytes of host memory that a plan would need if what it keeps on disk were there."""
     homes = {home: "host" if tier == "disk" else tier for home, tier in problem.fixed_homes.items()}
-    at_home = evaluate(replace(problem, fixed_homes=homes), draft_of(problem.step), without_disk(plan)).plan
+    at_home = evaluate(replace(problem, fixed_homes=homes), without_disk(plan)).plan
     return at_home.peak_bytes["host"]

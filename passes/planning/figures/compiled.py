@@ -1,31 +1,28 @@
-"""Works out the measures of plans by the C files in c/, where they were built at install: the same as ``times.measures``.
-
-The structures are those of c/figures.h.
-"""
+"""Works out the measures of plans by the C files in c/, which are built at install. The structures are those of c/figures.h."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from operator import and_
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.cost import CROSSINGS, PASSES, Machine
 from mtcompile.passes.analysis.rows import ROW_COPY_US
 from mtcompile.passes.memo import remembered
-from mtcompile.passes.plan import Plan, Updates
-from mtcompile.passes.planning.figures.layout import PER_LEAVING, Layout
+from mtcompile.passes.plan import Choice, Plan, Updates
+from mtcompile.passes.planning.figures.layout import COLLECTIVES, PER_LEAVING, Layout
 from mtcompile.passes.planning.figures.summary import Summary
-from mtcompile.passes.planning.figures.times import Measures
 from mtcompile.runtime.schedule import ALIGNMENT
 
-_VERSION = 10  # of the interface of c/
-_QUEUES = "compute", "h2d", "d2h", "host", "disk_read"
+_VERSION = 12  # of the interface of c/
+ON_DEVICE, ON_HOST, ON_DISK = 1, 2, 3  # kinds of slots
+_QUEUES = "compute", "h2d", "d2h", "host", "disk_read", "disk_write", "network"
 _BITS = {  # of what is decided about a home
     **{("params", "device"): 1, ("params", "disk"): 2, ("fetch", "keep"): 4},
     **{("return", "late"): 8, ("gradients", "early"): 16},
@@ -49,60 +46,80 @@ class _Step(ctypes.Structure):
 class _Costs(ctypes.Structure):
     _fields_ = (
         *(("gbps", ctypes.c_double * len(_QUEUES)), ("scale", ctypes.c_double * len(_QUEUES))),
-        *_fields(ctypes.c_double, "disk_write_gbps disk_write_scale direct_gbps direct_scale host_gbps row_us"),
-        *_fields(ctypes.c_double, "passes updating_gbps memory_gbps on_disk_copies workspace_copies"),
-        ("alignment", ctypes.c_int64),
+        *_fields(ctypes.c_double, "direct_gbps direct_scale host_gbps row_us passes updating_gbps memory_gbps"),
+        *_fields(ctypes.c_double, "on_disk_copies workspace_copies norm_copies network_gbps"),
+        *_fields(ctypes.c_int64 * len(COLLECTIVES), "through_host crossings"),
+        *_fields(ctypes.c_int64, "hosts gathering_ranks alignment"),
     )
 
 
 class _Choices(ctypes.Structure):
     _fields_ = (
-        *_fields(ctypes.c_int64, "lookahead disk_lookahead disk_direct pooled updates patient sets run_ahead"),
-        *_fields(ctypes.c_void_p, "home at_host rank alphabet"),
+        *_fields(ctypes.c_int64, "lookahead disk_lookahead disk_direct pooled updates patient sets run_ahead held"),
+        *_fields(ctypes.c_void_p, "home waits rank alphabet"),
     )
 
 
 class _Result(ctypes.Structure):
     _fields_ = (
-        *(("arenas", ctypes.c_int64 * 3), ("most", ctypes.c_int64), ("copied", ctypes.c_int64 * 2)),
-        *(("read", ctypes.c_int64 * 2), ("written", ctypes.c_int64 * 2), ("updates", ctypes.c_int64)),
-        *_fields(ctypes.c_double, "alone backward period"),
+        *(("arenas", ctypes.c_int64 * 4), ("most", ctypes.c_int64), ("copied", ctypes.c_int64 * 2)),
+        *(("read", ctypes.c_int64 * 2), ("written", ctypes.c_int64 * 2), *_fields(ctypes.c_int64, "updates casts")),
+        *_fields(ctypes.c_double, "alone backward period collectives"),
         ("order", ctypes.c_void_p),
     )
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """Loads the library; None where it was not built here. Warns, and returns None, where it was built from other sources."""
+def library() -> ctypes.CDLL:
+    """Loads the library. Raises ImportError where it was not built here, or from other sources."""
     paths = (Path(__file__).with_name("_figures" + suffix) for suffix in EXTENSION_SUFFIXES)
     path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        return None
     try:
-        c_library = ctypes.CDLL(str(path))
-    except OSError:  # built for another system
-        return None
-    if (version := c_library.mt_figures_version()) != _VERSION:
-        warnings.warn(
-            f"expected version {_VERSION} of mtcompile's C library, found {version}: it was built from other sources. Planning "
-            "takes about twice as long without it. Install mtcompile again (pip install -e . in a checkout)",
-            stacklevel=2,
+        found = "none" if path is None else ctypes.CDLL(str(path))
+    except OSError as error:  # built for another system
+        found = str(error)
+    if not isinstance(found, str) and (version := found.mt_figures_version()) != _VERSION:
+        found = f"version {version}, which was built from other sources"
+    if isinstance(found, str):
+        raise ImportError(
+            f"expected version {_VERSION} of mtcompile's C library, which plans need, found {found}. Build it with a C "
+            "compiler: install mtcompile again, or, in a checkout, run pip install -e . or python setup.py build_ext --inplace"
         )
-        return None
     kinds = _Step, _Costs, _Choices, _Result
-    c_library.mt_figures.argtypes = [ctypes.POINTER(kind) for kind in kinds]
-    return c_library
+    found.mt_figures.argtypes = [ctypes.POINTER(kind) for kind in kinds]
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measures:
+    """The needs of a plan's calls, and the time that they take: bytes of the ``arenas`` by kind and of all else on the device,
+    at ``most``; µs of forward and backward and of the ``backward``, both as if updates took no time, and from one step to the
+    next (``period``), and those of ``collectives``; bytes that are ``copied``, and that are read from disk and written there
+    (``drives``), both in a step and in its backward; ``casts``: whether the host casts
+    anything in the backward; ``due_first``: the updates on the host in the order in which they are
+    due (see ``pace``)."""
+
+    arenas: Sequence[int]
+    most: int
+    alone: float
+    backward: float
+    period: float
+    collectives: float
+    copied: tuple[int, int]
+    drives: tuple[tuple[int, int], tuple[int, int]]
+    casts: bool
+    due_first: Callable[[], tuple[str, ...]]
 
 
 class CompiledSteps:
-    """Summaries of one step as C reads them, and what plans decide about it."""
+    """Summaries of one step as C reads them, and what plans decide about it. ``hosts``: how many train it together."""
 
-    def __init__(self, c_library: ctypes.CDLL, machine: Machine) -> None:
-        self.library, self.machine, self.layout = c_library, machine, Layout()
+    def __init__(self, machine: Machine, hosts: int) -> None:
+        self.library, self.machine, self.hosts, self.layout = library(), machine, hosts, Layout()
         self._choices: dict[object, tuple[array[int], array[int]]] = {}  # by the token of decisions: plans differ in a few
         self._numbered: tuple[int, ...] = ()
         self._ranks: dict[tuple[str, ...], array[int]] = {}  # of names of updates, by their order
-        self._costs: dict[tuple[float, float, bool], _Costs] = {}
+        self._costs: dict[object, _Costs] = {}
         self._names: Sequence[str] = ()
         self._alphabet: array[int] = array("q")
 
@@ -143,7 +160,7 @@ class CompiledSteps:
         self, plan: Plan, choices: tuple[array[int], array[int]], changed: Iterable[tuple[str, str]]
     ) -> tuple[array[int], array[int]]:
         """Returns what ``_decided`` does. ``choices``: of a plan that differs in what is ``changed``, by kind and subject."""
-        homes, at_host = array("B", choices[0]), array("B", choices[1])
+        homes, waits = array("B", choices[0]), array("B", choices[1])
         for kind, subject in changed:
             if kind in _KINDS and (number := self.layout.homes.get(subject)) is not None:
                 bits = (_BITS.get((each, choice), 0) for each in _KINDS for choice in plan.choices(each, (subject,)))
@@ -151,34 +168,33 @@ class CompiledSteps:
             elif subject == "*":
                 return self._decided(plan)
             elif (number := self.layout.activations.get(subject)) is not None:
-                at_host[number] = (plan.activation(subject) == "host") * (1 + plan.loads_late(subject))
-        return homes, at_host
+                waits[number] = _waits(plan.activation(subject), plan.loads_late(subject))
+        return homes, waits
 
     def _decided(self, plan: Plan) -> tuple[array[int], array[int]]:
-        """Returns what a plan decides about each home, and by name of an activation, whether it waits on the host: 2 if it
-        comes back late."""
+        """Returns what a plan decides about each home, and by name of an activation, where it waits."""
         homes = [0] * len(self.layout.homes)
         for kind in _KINDS:
             for number, choice in enumerate(plan.choices(kind, self.layout.homes)):
                 homes[number] |= _BITS.get((kind, choice), 0)
-        otherwise = plan.activation("*") == "host"
-        choices = plan.choices("activation", self.layout.activations)
-        late = [choice == "late" for choice in plan.choices("load", self.layout.activations)]
-        at_host = [(otherwise if c is None else c == "host") * (1 + waits) for c, waits in zip(choices, late, strict=True)]
-        return array("B", map(and_, homes, self.layout.masks)), array("B", at_host)
+        otherwise, names = plan.activation("*"), self.layout.activations
+        loads = zip(plan.choices("activation", names), plan.choices("load", names), strict=True)
+        waits = [_waits(otherwise if choice is None else choice, load == "late") for choice, load in loads]
+        return array("B", map(and_, homes, self.layout.masks)), array("B", waits)
 
     def costs(self, updates: Updates) -> _Costs:
-        key = updates.state_copies, updates.workspace_copies, updates.checked
+        key = updates.state_copies, updates.workspace_copies, updates.checked, updates.norm_copies
         if key not in self._costs:
             machine, count = self.machine, len(_QUEUES)
-            gbps = machine.h2d_gbps, machine.h2d_gbps, machine.d2h_gbps, machine.h2d_gbps, machine.disk_read_gbps
+            gbps, kinds = map(machine.gbps, _QUEUES), COLLECTIVES[1:]
             passes = 3 + updates.checked + 2 * updates.state_copies
             self._costs[key] = _Costs(
                 *((ctypes.c_double * count)(*gbps), (ctypes.c_double * count)(*map(machine.scale, _QUEUES))),
-                *(machine.disk_write_gbps, machine.scale("disk_write")),
                 *(machine.gbps("direct"), machine.scale("direct"), machine.host_gbps, ROW_COPY_US),
                 *(passes, machine.host_gbps * machine.updating_ranks, machine.memory_gbps),
-                *(1 + updates.state_copies, updates.workspace_copies, ALIGNMENT),
+                *(1 + updates.state_copies, updates.workspace_copies, updates.norm_copies, machine.network_gbps),
+                *((ctypes.c_int64 * len(COLLECTIVES))(0, *map(table.__getitem__, kinds)) for table in (PASSES, CROSSINGS)),
+                *(self.hosts, machine.gathering_ranks(self.hosts), ALIGNMENT),
             )
         return self._costs[key]
 
@@ -195,19 +211,26 @@ class CompiledStep(NamedTuple):
         updates, steps = plan.updates, self.steps
         decided = *steps.choices(plan), *steps.ordered(updates)
         order = array("q", bytes(8 * (len(self.tables[-1]) // PER_LEAVING)))
-        when = (False, False, 2, False) if updates is None else (True, updates.patient, updates.sets, bool(updates.run_ahead))
+        when = (False, False, 2, False, False)
+        if updates is not None:
+            when = True, updates.patient, updates.sets, bool(updates.run_ahead), updates.held
         ahead = plan.lookahead, plan.disk_lookahead, plan.disk_direct
         choices = _Choices(*ahead, plan.pooled, *when, *map(_address, decided))
         result = _Result(order=_address(order))
         if steps.library.mt_figures(self.step, steps.costs(updates or _NO_UPDATES), choices, result):
             raise MemoryError("expected memory for the figures of a plan, found none; close other programs")
         drives = (result.read[0], result.written[0]), (result.read[1], result.written[1])
-        spans, count = (result.alone, result.backward, result.period), result.updates
+        spans, count = (result.alone, result.backward, result.period, result.collectives), result.updates
 
         def due_first() -> tuple[str, ...]:
             return tuple(map(steps.name, order[:count]))
 
-        return Measures(result.arenas, result.most, *spans, tuple(result.copied), drives, due_first)
+        return Measures(result.arenas, result.most, *spans, tuple(result.copied), drives, bool(result.casts), due_first)
+
+
+def _waits(choice: Choice, late: bool) -> int:
+    """Returns where an activation waits, and how it comes back, as C reads it."""
+    return 3 if choice == "disk" else (choice == "host") * (1 + late)
 
 
 def _inverse(places: Sequence[int]) -> list[int]:
@@ -220,3 +243,6 @@ def _inverse(places: Sequence[int]) -> list[int]:
 
 def _address(numbers: array[int] | array[float]) -> int:
     return numbers.buffer_info()[0]
+
+
+library()  # where it cannot be loaded, an import fails, and not a model's first step

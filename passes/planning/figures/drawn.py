@@ -54,12 +54,12 @@ class Drawn:
         drawn: Drawn = self.memo[key][0]
         return drawn
 
-    def trimmed(self, draft: fx.GraphModule, positions: tuple[int, ...]) -> Drawn | None:
+    def trimmed(self, step: fx.GraphModule, positions: tuple[int, ...]) -> Drawn | None:
         """Returns what is left of the region if it makes no more than the values at ``positions``; None if nothing is left."""
         key = "trimmed", positions
         if key not in self.memo:
             drawn = None
-            if (less := trimmed(draft, self.kernel, positions)) is not None:
+            if (less := trimmed(step, self.kernel, positions)) is not None:
                 makes = [self.makes[position] for position in positions]
                 drawn = Drawn(self.phase, less[0], [self.reads[position] for position in less[1]], makes, self.renamed)
             self.memo[key] = drawn
@@ -95,11 +95,11 @@ def all_placed(regions: Sequence[Drawn]) -> tuple[list[Placed], dict[Any, tuple[
 
 
 class Trimmed:
-    """Regions without what nothing reads: those of the last ``update``. ``draft``: of their step; ``outputs``: values that
+    """Regions without what nothing reads: those of the last ``update``. ``step``: theirs; ``outputs``: values that
     leave it."""
 
-    def __init__(self, draft: fx.GraphModule, outputs: Collection[Any]) -> None:
-        self.draft, self.outputs = draft, outputs
+    def __init__(self, step: fx.GraphModule, outputs: Collection[Any]) -> None:
+        self.step, self.outputs = step, outputs
         self._drawn: list[Drawn | None] = []  # the regions of the last update, and what is left of each
         self._left: list[Drawn | None] = []
         self._maker: dict[Any, int] = {}  # values -> the place of the region that makes them
@@ -137,7 +137,7 @@ class Trimmed:
             places.add(place)
             region, more = drawn[place], self._left[place]
             used = [i for i, value in enumerate(region.makes) if self._reading.get(value) or value in self.outputs]
-            self._left[place] = less = region.trimmed(self.draft, tuple(used))
+            self._left[place] = less = region.trimmed(self.step, tuple(used))
             if less is more:
                 continue
             read, read_before = (frozenset[Any]() if each is None else each.read_once for each in (less, more))

@@ -6,19 +6,16 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-from torch import fx
-
 from mtcompile.passes.analysis.state import Traffic, persistent_of, trained_nbytes, update_figures
 from mtcompile.passes.memo import remembered
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.evaluate import identity
-from mtcompile.passes.planning.figures.compiled import CompiledStep, CompiledSteps, library
-from mtcompile.passes.planning.figures.moves import ON_DEVICE, ON_HOST
+from mtcompile.passes.planning.evaluate import evaluate, identity
+from mtcompile.passes.planning.figures.compiled import ON_DEVICE, ON_DISK, ON_HOST, CompiledStep, CompiledSteps, Measures
 from mtcompile.passes.planning.figures.sketch import Sketches
-from mtcompile.passes.planning.figures.summary import Outline, Summary, Unsupported, outline_of, summary_of
-from mtcompile.passes.planning.figures.times import Measures, measures
-from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.step_graph import ranks_of
+from mtcompile.passes.planning.figures.summary import Outline, outline_of, summary_of
+from mtcompile.passes.planning.pace import Due
+from mtcompile.passes.planning.problem import Candidate, PlanningProblem
+from mtcompile.passes.rewrites.casts import may_cast
 
 _MOST_SUMMARIES = 256  # that are remembered
 
@@ -32,28 +29,15 @@ class Figures(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates plans of one problem. ``draft``: of its step. ``casts``: whether the host may cast anything. ``compiled``: by
-    the C library, where it was built. ``known``: of a problem whose plans have the same figures."""
+    """Evaluates plans of one problem. ``known``: of a problem whose plans have the same figures."""
 
-    def __init__(
-        self,
-        problem: PlanningProblem,
-        draft: fx.GraphModule,
-        casts: bool,
-        compiled: bool = True,
-        known: Evaluator | None = None,
-    ) -> None:
+    def __init__(self, problem: PlanningProblem, known: Evaluator | None = None) -> None:
         self.problem = problem
-        self._casts = casts
-        step, updates = problem.step, problem.budgets.updates
-        self.able = not (step.meta.get("sliced") or ranks_of(step) != 1)
-        self.able = self.able and not (updates is not None and updates.held)
+        self._may_cast = may_cast(problem.step)
         self._known = known
-        self._sketches: Sketches = Sketches(draft) if known is None else known._sketches
-        self._summaries: dict[object, tuple[Summary, CompiledStep | None]] = {} if known is None else known._summaries
-        c_library = library() if compiled and known is None else None
-        own = None if c_library is None else CompiledSteps(c_library, problem.machine)
-        self._compiled: CompiledSteps | None = own if known is None else known._compiled
+        self._sketches: Sketches = Sketches(problem.step) if known is None else known._sketches
+        self._summaries: dict[object, CompiledStep] = {} if known is None else known._summaries
+        self._compiled: CompiledSteps = _compiled(problem) if known is None else known._compiled
         self._last: tuple[Plan, tuple[Figures, Measures]] | None = None  # the plan evaluated last
 
     @cached_property
@@ -62,54 +46,57 @@ class Evaluator:
 
     @cached_property
     def _outline(self) -> Outline:
-        return outline_of(self._sketches.draft) if self._known is None else self._known._outline
+        return outline_of(self._sketches.step, self.problem.budgets) if self._known is None else self._known._outline
 
-    def figures(self, plan: Plan) -> Figures | None:
-        """Returns a plan's figures; None where only its schedule tells them."""
-        return self._evaluated(plan)[0] if self._supports(plan) else None
+    def figures(self, plan: Plan) -> Figures:
+        """Returns a plan's figures."""
+        return self._evaluated(plan)[0]
 
-    def due_first(self, plan: Plan) -> tuple[str, ...] | None:
-        """Returns a plan's updates on the host in the order in which they are due (see ``pace``); None as ``figures``."""
-        if not self._supports(plan):
-            return None
-        return self._evaluated(plan)[1].due_first()
+    def candidate(self, plan: Plan, figures: Figures | None = None) -> Candidate:
+        """Returns the plan with its ``figures``, or as they are now. Its schedule is made when it is asked for."""
+        peaks, step_time_us, update_us = self.figures(plan) if figures is None else figures
+        again = plan.changed(peak_bytes=dict(peaks), step_time_us=step_time_us, update_us=update_us)
+        return Candidate(again, lambda: evaluate(self.problem, plan).schedule)
 
-    def _supports(self, plan: Plan) -> bool:
-        if not self.able or (self._casts and plan.narrow) or (plan.updates is not None and plan.updates.held):
-            return False
-        on_disk = () if self.problem.budgets.disk is None else (d for d in plan.decisions if d.choice == "disk")
-        if any(decision.kind == "activation" for decision in on_disk):
-            return False
-        try:
-            self._summary(plan)
-        except Unsupported:
-            self.able = False
-        return self.able
+    def due_first(self, plan: Plan) -> Due:
+        """Returns a plan's updates on the host in the order in which they are due (see ``pace``)."""
+        measures = self._evaluated(plan)[1]
+        return Due(measures.due_first(), measures.casts)
 
-    def _summary(self, plan: Plan) -> tuple[Summary, CompiledStep | None]:
-        key = plan.decisions.recomputed, plan.span
+    def _summary(self, plan: Plan) -> CompiledStep:
+        key: tuple[object, ...] = plan.decisions.recomputed, plan.span
+        if self._casting(plan):
+            key = *key, plan.decisions.token, plan.wide
         return remembered(self._summaries, key, _MOST_SUMMARIES, lambda: self._summarised(plan))
 
-    def _summarised(self, plan: Plan) -> tuple[Summary, CompiledStep | None]:
+    def _summarised(self, plan: Plan) -> CompiledStep:
         sketch = self._sketches.of(plan)
-        outline = self._outline if sketch.graph is self._sketches.draft else outline_of(sketch.graph)
-        summary = summary_of(sketch, outline, self.problem.machine, self.problem.workspace)
-        return summary, None if self._compiled is None else self._compiled.step(summary)
+        outline = self._outline if sketch.graph is self._sketches.step else outline_of(sketch.graph, self.problem.budgets)
+        casting = plan if self._casting(plan) else None
+        return self._compiled.step(summary_of(sketch, outline, self.problem.machine, self.problem.workspace, casting))
+
+    def _casting(self, plan: Plan) -> bool:
+        return plan.narrow and self._may_cast
 
     def _evaluated(self, plan: Plan) -> tuple[Figures, Measures]:
         if self._last is not None and _same(self._last[0], plan):
             return self._last[1]
-        problem = self.problem
-        summary, compiled = self._summary(plan)
-        needs = measures(summary, plan, problem.machine) if compiled is None else compiled.measures(plan)
+        problem, needs = self.problem, self._summary(plan).measures(plan)
         peaks = self._persistent(plan)
         peaks["device"] += needs.arenas[ON_DEVICE] + needs.most
         peaks["host"] += needs.arenas[ON_HOST]
+        if spilled := needs.arenas[ON_DISK]:
+            peaks["disk"] = peaks.get("disk", 0) + spilled
         spans = needs.alone, needs.backward, needs.period
         trained = trained_nbytes(problem.step)
-        times = update_figures(spans, Traffic(needs.copied, needs.drives), problem.machine, trained, plan, problem.budgets)
+        traffic = Traffic(needs.copied, needs.drives, needs.collectives)
+        times = update_figures(spans, traffic, problem.machine, trained, plan, problem.budgets)
         self._last = plan, (Figures(peaks, *times), needs)
         return self._last[1]
+
+
+def _compiled(problem: PlanningProblem) -> CompiledSteps:
+    return CompiledSteps(problem.machine, int(problem.step.meta.get("hosts", 1)))
 
 
 def _same(one: Plan, other: Plan) -> bool:

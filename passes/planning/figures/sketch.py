@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.figures.drawn import Again, Drawn, Placed, Trimmed, all_placed
 from mtcompile.passes.rewrites.recompute import Forwards, Fusion, fusion, kept_of, recompute, repeat_forward
 from mtcompile.passes.rewrites.trim import trim
-from mtcompile.passes.step_graph import kernel_of, outputs_of, regions, results
+from mtcompile.passes.step_graph import copy_step, kernel_of, outputs_of, regions, results
 
 
 class Sketch(NamedTuple):
@@ -29,15 +28,16 @@ class Sketch(NamedTuple):
 
 
 class Sketches:
-    """Sketches one step for any plan. ``draft``: of its step graph."""
+    """Sketches one step for any plan: ``step``, a copy of it that has all their kernels."""
 
-    def __init__(self, draft: fx.GraphModule) -> None:
-        self.draft, self.order = draft, {region: place for place, region in enumerate(regions(draft))}
+    def __init__(self, step: fx.GraphModule) -> None:
+        self.step = copy_step(step)
+        self.order = {region: place for place, region in enumerate(regions(self.step))}
         self._whole = [
-            Drawn(region.meta["phase"], kernel_of(draft, region), region.args, results(region)) for region in self.order
+            Drawn(region.meta["phase"], kernel_of(self.step, region), region.args, results(region)) for region in self.order
         ]
         self._forward = [region for region in self.order if region.meta["phase"] == "forward"]
-        self._trimmed = Trimmed(draft, {value for _, value in outputs_of(draft)})
+        self._trimmed = Trimmed(self.step, {value for _, value in outputs_of(self.step)})
         self._complete = all(int(v.args[1]) == i for region in self._whole for i, v in enumerate(region.makes))
         self._kept: dict[tuple[fx.Node, object], tuple[frozenset[fx.Node], fx.Node | None]] = {}
         self._fusions: dict[tuple[fx.Node, tuple[object, ...]], tuple[Drawn, Fusion, dict[fx.Node, Again]]] = {}
@@ -47,24 +47,24 @@ class Sketches:
         drawn = self._fused(plan) if self._complete and not _repeats(plan) else None
         if drawn is None:
             return self._rewritten(plan)
-        return Sketch(self.draft, self._trimmed.update(drawn), self._trimmed.readers)
+        return Sketch(self.step, self._trimmed.update(drawn), self._trimmed.readers)
 
     def _rewritten(self, plan: Plan) -> Sketch:
         """Sketches what the rewrites make of the step."""
-        draft = draft_of(self.draft)
+        step = copy_step(self.step)
         for transform in (recompute, repeat_forward, trim):
-            draft = transform(draft, plan)
-        drawn = [Drawn(r.meta["phase"], kernel_of(draft, r), r.args, results(r)) for r in regions(draft)]
-        return Sketch(draft, *all_placed(drawn))
+            step = transform(step, plan)
+        drawn = [Drawn(r.meta["phase"], kernel_of(step, r), r.args, results(r)) for r in regions(step)]
+        return Sketch(step, *all_placed(drawn))
 
     def _fused(self, plan: Plan) -> list[Drawn] | None:
         """Returns the regions with what they make again; None if one of those that do reads what another one makes again."""
         inlined: dict[fx.Node, tuple[Forwards, list[object]]] = {}
         for region in self._forward:
-            decision = plan.find("variant", self.draft.meta["blocks"][region.meta["block"]])
+            decision = plan.find("variant", self.step.meta["blocks"][region.meta["block"]])
             choice = decision and (decision.choice == "save" or decision.values)
             if (region, choice) not in self._kept:
-                self._kept[region, choice] = kept_of(self.draft, region, plan, self.order)
+                self._kept[region, choice] = kept_of(self.step, region, plan, self.order)
             resident, reader = self._kept[region, choice]
             if reader is not None:
                 forwards, choices = inlined.setdefault(reader, ([], []))
@@ -74,7 +74,7 @@ class Sketches:
         for backward, (forwards, choices) in inlined.items():
             key = backward, tuple(choices)
             if key not in self._fusions:
-                kernel, operands, later = fused = fusion(self.draft, backward, forwards, self.order)
+                kernel, operands, later = fused = fusion(self.step, backward, forwards, self.order)
                 again = {item: Again(item) for item in later}
                 makes = (*self._whole[self.order[backward]].makes, *again.values())
                 self._fusions[key] = Drawn("backward", kernel, operands, makes, True), fused, again

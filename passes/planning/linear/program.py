@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from mtcompile.passes.planning.linear.solver import Solution, Solver, matrix_of, solver
+from mtcompile.passes.planning.linear.solver import Solution, Solver, matrix_of
 
 _GIB = 1 << 30
 _NBYTES = -1  # the variable, before the first, that is minimized in place of it: bytes of a tier, in GiB
@@ -142,7 +142,7 @@ class Program:
         limits = [limit for _, limit in self.equal] + [row.limit + limited.get(row.tier or "", 0) / _GIB for row in rows]
         bounds = self._bounds(numpy.arange(1, 1 + len(self.upper)))
         bounds[1 + _NBYTES, 1] = numpy.inf
-        solution = _solver(by_column, len(bounds), len(self.equal))(numpy.array(limits, dtype=float), bounds)
+        solution = Solver(matrix_of(by_column, len(bounds)), len(self.equal))(numpy.array(limits, dtype=float), bounds)
         if solution is None:
             raise Infeasible("expected a solution of the linear program, found none")
         return max(0, int(solution.optimum * _GIB) - _TOLERANCE)
@@ -171,12 +171,12 @@ class Program:
         limits = numpy.array([limit for _, limit in equal] + [row.limit for row in rows], dtype=float)
         terms = [*(terms for terms, _ in equal), *(row.terms for row in rows)]
         by_column = [{int(columns[variable]): factor for variable, factor in each.items()} for each in terms]
-        by_highs = _solver(by_column, len(bounds), len(equal))
+        solve = Solver(matrix_of(by_column, len(bounds)), len(equal))
         unlimited = limits.copy()
         for tier in by_tier.keys() - {""}:
             unlimited[by_tier[tier]] = numpy.inf
-        first = by_highs(unlimited, bounds)
-        return _Prepared(by_highs, rows, limits, by_tier, bounds, columns, None if first is None else first.basis)
+        first = solve(unlimited, bounds)
+        return _Prepared(solve, rows, limits, by_tier, bounds, columns, None if first is None else first.basis)
 
     def _bounds(self, columns: Any) -> Any:
         """The lowest and the highest value of each column. ``columns``: by variable, its column; -1 where it has none."""
@@ -195,14 +195,6 @@ class Program:
         for variable, alike in self.alike.items():
             columns[alike] = columns[variable]
         return columns
-
-
-def _solver(rows: Sequence[Mapping[int, float]], columns: int, equal: int) -> Solver:
-    """Returns a solver of a program's rows. Raises NoSolver."""
-    try:
-        return solver(matrix_of(rows, columns), equal)
-    except ImportError as error:  # an installation without dependencies: plans have no certificate, and are searched for
-        raise NoSolver("expected highspy or scipy") from error
 
 
 def _shortened(
@@ -244,10 +236,6 @@ def gains_us(rows: Sequence[Row], values: Any, prices: Any) -> dict[str, float]:
 
 class Infeasible(Exception):
     """Raised when even the relaxed problem has no solution."""
-
-
-class NoSolver(Infeasible):
-    """Raised where no solver is installed, whatever the problem."""
 
 
 def _written_out(terms: Mapping[int, float], sums: Mapping[int, Mapping[int, float]]) -> dict[int, float]:

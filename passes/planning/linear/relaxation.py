@@ -23,7 +23,7 @@ from mtcompile.passes.planning.linear.exposed import Gap, gaps_between
 from mtcompile.passes.planning.linear.homes import HomeCost, home_costs, place_casts
 from mtcompile.passes.planning.linear.memory import Waits, hold_memory, waiting
 from mtcompile.passes.planning.linear.needs import param_homes
-from mtcompile.passes.planning.linear.program import Counted, Infeasible, NoSolver, Program, gains_us
+from mtcompile.passes.planning.linear.program import Counted, Infeasible, Program, gains_us
 from mtcompile.passes.planning.linear.queues import take_time
 from mtcompile.passes.planning.linear.solver import Solution
 from mtcompile.passes.planning.linear.terms import Load, Terms, terms_of
@@ -127,7 +127,7 @@ class Relaxation:
 
     def least_nbytes(self, tier: str, limits: Mapping[str, int | None]) -> int | None:
         """Returns bytes of a tier that no plan within ``limits`` on others needs less than, in any time; None if there
-        can be none, or without a solver."""
+        can be none."""
         try:
             return self._counting(_COUNTED).terms.program.least_nbytes(tier, limits, _COUNTED)
         except Infeasible:
@@ -238,12 +238,12 @@ class Bounds:
         self._outside: dict[object, Relaxed] = {}  # by limits, as they were asked for
 
     def us(self, limits: Mapping[str, int | None], inside: bool = True) -> float:
-        """The µs of the fastest plan that could be within ``limits``; infinite if there can be none, 0 without a solver.
+        """The µs of the fastest plan that could be within ``limits``; infinite if there can be none.
         ``inside``: see ``Relaxation``."""
         try:
             return (self.solve(limits, like=self._chain.near(limits)) if inside else self._without_insides(limits)).bound_us
-        except Infeasible as error:
-            return _us_of(error)
+        except Infeasible:
+            return inf
 
     def _without_insides(self, limits: Mapping[str, int | None]) -> Relaxed:
         if (key := tuple(limits.items())) not in self._outside:
@@ -262,8 +262,8 @@ class Bounds:
             return inf
         try:
             relaxed = self.solve({"device": device, "host": host}, like=self._last.get(host is None))
-        except Infeasible as error:
-            return _us_of(error)
+        except Infeasible:
+            return inf
         self._last[host is None] = relaxed
         return relaxed.bound_us
 
@@ -273,8 +273,8 @@ class Bounds:
         return any(device <= little and less is not None and host <= less for little, less in without)
 
     def certificate(self, limits: Mapping[str, int | None], us: float) -> Certificate | None:
-        """How fast any plan within ``limits`` could be, in bytes per tier; None without a solver. Where ``us``, of a plan, is
-        far above that, each of the largest homes is on one tier, which takes longer to find."""
+        """How fast any plan within ``limits`` could be, in bytes per tier; None if there can be none. Where ``us``, of a plan,
+        is far above that, each of the largest homes is on one tier, which takes longer to find."""
         certificate = _certificate(self._by_shares, limits)
         if certificate is None or us <= _FAR * certificate.bound_us or len(self._largest) > _MOST_WHOLE:
             return certificate
@@ -309,10 +309,6 @@ class Bounds:
                 largest.append(home)
                 nbytes += held[home]
         return largest
-
-
-def _us_of(error: Infeasible) -> float:
-    return 0.0 if isinstance(error, NoSolver) else inf
 
 
 class _Bound(NamedTuple):

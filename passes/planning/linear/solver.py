@@ -1,8 +1,6 @@
 """Solves linear programs by HiGHS, each from the solution of one that is much like it.
 
-The programs of one search differ in bytes and in what is decided, so that few steps lead from one optimum to the next. HiGHS's
-own interface can begin at an optimum; where it is not installed, scipy's solves each program from the start: the same bound,
-several times slower.
+The programs of one search differ in bytes and in what is decided, so that few steps lead from one optimum to the next.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -49,26 +47,6 @@ class Matrix:
     factors: Array
 
 
-class Solver(Protocol):
-    """Minimizes the first variable of a program. ``limits``: what each row is at most, the first ones also at least.
-    ``bounds``: the lowest and highest value of each variable. ``like``: a basis to begin at. None: there is no solution."""
-
-    def __call__(self, limits: Array, bounds: Array, like: Any = None) -> Solution | None: ...
-
-    def whole(self, limits: Array, bounds: Array, variables: Sequence[int]) -> tuple[float, Array | None]:
-        """Returns a number that the first variable is not below where ``variables`` are whole numbers, and values of all that
-        are near it; None where none were found. It may be less than the least by a little (see ``_WHOLE``)."""
-
-
-def solver(matrix: Matrix, equal: int) -> Solver:
-    """Returns a solver for the rows of ``matrix``, of which the first ``equal`` are equations: scipy's without highspy, or with
-    an early one. Raises ImportError without both."""
-    try:
-        return _Highs(matrix, equal)
-    except ImportError:
-        return _Scipy(matrix, equal)
-
-
 def matrix_of(rows: Sequence[Mapping[int, float]], columns: int) -> Matrix:
     """Returns the matrix of rows that give the factor of each variable."""
     variables = numpy.array([variable for row in rows for variable in row], dtype=numpy.int32)
@@ -89,8 +67,9 @@ class _Patience:
 
 
 @dataclass(slots=True)
-class _Highs:
-    """HiGHS's own interface. Presolving takes several times as long as solving, and shortens no program of this kind."""
+class Solver:
+    """Minimizes the first variable of programs with the rows of ``matrix``, of which the first ``equal`` are equations.
+    Presolving takes several times as long as solving, and shortens no program of this kind."""
 
     matrix: Matrix
     equal: int
@@ -112,8 +91,6 @@ class _Highs:
         program.a_matrix_.start_, program.a_matrix_.index_ = matrix.starts, matrix.variables
         program.a_matrix_.value_ = matrix.factors
         new: Any = highspy.Highs
-        if not hasattr(new, "changeRowsBounds"):
-            raise ImportError("expected highspy 1.13 or later, found an earlier one")
         self._module, self._highs = highspy, new()
         for name, value in _SETTINGS.items():
             self._highs.setOptionValue(name, value)
@@ -123,6 +100,8 @@ class _Highs:
         self._bounds = numpy.zeros((matrix.columns, 2))
 
     def __call__(self, limits: Array, bounds: Array, like: Any = None) -> Solution | None:
+        """Solves a program; None if there is no solution. ``limits``: what each row is at most, the first ones also at least.
+        ``bounds``: the lowest and highest value of each variable. ``like``: a basis to begin at."""
         highs, statuses = self._highs, self._module.HighsModelStatus
         self._set(limits, bounds)
         if like is not None:
@@ -138,6 +117,8 @@ class _Highs:
         return Solution(optimum, numpy.array(solution.col_value), -numpy.array(solution.row_dual), highs.getBasis())
 
     def whole(self, limits: Array, bounds: Array, variables: Sequence[int]) -> tuple[float, Array | None]:
+        """Returns a number that the first variable is not below where ``variables`` are whole numbers, and values of all that
+        are near it; None where none were found. It may be less than the least by a little (see ``_WHOLE``)."""
         highs, kinds = self._highs, self._module.HighsVarType
         self._set(limits, bounds)
         for variable in variables:
@@ -170,45 +151,3 @@ class _Highs:
         highs.changeColsBounds(len(changed), changed, *(numpy.ascontiguousarray(bounds[changed, side]) for side in (0, 1)))
         highs.changeRowsBounds(rows, numpy.arange(rows, dtype=numpy.int32), lowest, limits)
 
-
-@dataclass(slots=True)
-class _Scipy:
-    """scipy's interface to HiGHS, which takes no basis."""
-
-    matrix: Matrix
-    equal: int
-    _parts: tuple[Any, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        from scipy.sparse import csc_array, csr_array
-
-        matrix = self.matrix
-        shape = len(matrix.starts) - 1, matrix.columns
-        rows = csr_array((matrix.factors, matrix.variables, matrix.starts), shape=shape)
-        self._parts = csc_array(rows[: self.equal]), csc_array(rows[self.equal :])
-
-    def __call__(self, limits: Array, bounds: Array, like: Any = None) -> Solution | None:
-        from scipy.optimize import linprog
-
-        objective = numpy.concatenate([[1.0], numpy.zeros(self.matrix.columns - 1)])
-        equations, rows = self._parts
-        binding = numpy.flatnonzero(numpy.isfinite(limits[self.equal :]))  # scipy refuses rows without a limit
-        program = objective, rows[binding], limits[self.equal :][binding], equations, limits[: self.equal], bounds
-        result = linprog(*program, method="highs-ds", options={"presolve": False})
-        if result.status != 0:
-            return None
-        prices = numpy.zeros(len(limits))
-        prices[: self.equal], prices[self.equal + binding] = -result.eqlin.marginals, -result.ineqlin.marginals
-        return Solution(float(result.fun), result.x, prices, None)
-
-    def whole(self, limits: Array, bounds: Array, variables: Sequence[int]) -> tuple[float, Array | None]:
-        from scipy.optimize import Bounds, LinearConstraint, milp
-
-        objective, integral = numpy.zeros(self.matrix.columns), numpy.zeros(self.matrix.columns)
-        objective[0], integral[list(variables)] = 1.0, 1
-        equations, rows = self._parts
-        fixed = limits[: self.equal]
-        constraints = [LinearConstraint(equations, fixed, fixed), LinearConstraint(rows, -numpy.inf, limits[self.equal :])]
-        options = {name: value for name, value in zip(("mip_rel_gap", "node_limit"), _WHOLE.values(), strict=True)}
-        result = milp(objective, integrality=integral, bounds=Bounds(*bounds.T), constraints=constraints, options=options)
-        return -numpy.inf if result.mip_dual_bound is None else float(result.mip_dual_bound), result.x

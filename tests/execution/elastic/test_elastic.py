@@ -14,7 +14,6 @@ import mtcompile
 from mtcompile.execution.elastic.replanner import Elastic
 from mtcompile.execution.elastic.speeds import WINDOW
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.draft import draft_of
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.evaluate import evaluate
 from mtcompile.passes.planning.planner import make_plan
@@ -96,7 +95,7 @@ def best_us(training: Training, machine: Machine) -> float:
 
 def time_us(training: Training, plan: Plan, machine: Machine) -> float:
     problem = replace(training.model._mt_model.session.last.problem, machine=machine)
-    return evaluate(problem, draft_of(problem.step), plan).plan.total_us
+    return evaluate(problem, plan).plan.total_us
 
 
 def of_a_quarter(machine: Machine) -> Machine:

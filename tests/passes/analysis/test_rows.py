@@ -232,7 +232,7 @@ def test_figures_of_rows_are_those_of_the_schedule(updates: Updates | None) -> N
     for _ in range(6):
         candidates = Candidates(PlanningProblem(step, machine, Budgets(updates=updates), fixed_homes=homes_off_device(step)))
         plan = varied(candidates, rnd)
-        expected = evaluate(candidates.problem, candidates.draft, plan).plan
+        expected = evaluate(candidates.problem, plan).plan
         figures = candidates._evaluator.figures(plan)
         assert figures == Figures(expected.peak_bytes, expected.step_time_us, expected.update_us)
 

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from mtcompile.capture.tracing import trace_joint
+from mtcompile.capture.tracing import Traced, trace_joint
 from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.analysis.cost import Machine
+from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.fragments.cut import Cut, cut_weights
-from mtcompile.passes.joint.build import build
+from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.plan import Decision, Plan, Updates
 from mtcompile.passes.planning.candidates import Candidates
-from tests.helpers.models import Straight
+from mtcompile.passes.planning.problem import PlanningProblem
+from tests.helpers.models import Mixture, Straight
 from tests.helpers.tracing import trace, traced_case
 
 SLOW = replace(PRESETS["rtx4090"], host_gbps=2.0, h2d_gbps=1.0, d2h_gbps=1.0)
@@ -45,9 +47,13 @@ class Mixed(nn.Module):
 
 
 @functools.cache
-def mixed() -> Any:
+def traced_mixed() -> Traced:
     torch.manual_seed(0)
-    return trace(Mixed(), {"x": torch.randn(64, 64)}).step
+    return trace(Mixed(), {"x": torch.randn(64, 64)})
+
+
+def mixed() -> Any:
+    return traced_mixed().step
 
 
 @functools.cache
@@ -168,11 +174,37 @@ def varied(candidates: Candidates, rnd: random.Random) -> Plan:
 
 
 def with_homes_on_disk(plan: Plan, rnd: random.Random) -> Plan:
-    """The plan with some of the homes on the host on disk instead, read a random number of regions ahead, or straight to the
-    device."""
-    decisions = [
-        replace(d, choice="disk") if d.kind == "params" and d.choice == "host" and rnd.random() < 0.6 else d
-        for d in plan.decisions
-    ]
+    """The plan with some of the homes and activations on the host on disk instead, read a random number of regions ahead, or
+    straight to the device."""
+    decisions = [replace(d, choice="disk") if d.choice == "host" and rnd.random() < 0.6 else d for d in plan.decisions]
     ahead = rnd.choice([0, 1, 2, 4])
     return replace(plan, decisions=tuple(decisions), disk_lookahead=ahead, disk_direct=rnd.random() < 0.5)
+
+
+@functools.cache
+def of_ranks(case: str, hosts: int) -> Any:
+    """A step that four ranks run together."""
+    torch.compiler.reset()
+    traced = traced_mixed() if case == "mixed" else traced_case(case)
+    return build(traced.joint, input_homes=InputHomes(ranks=4, hosts=hosts))
+
+
+def problem_of_ranks(case: str, machine: Machine, updates: Updates | None, hosts: int, rnd: random.Random) -> PlanningProblem:
+    """A step of ranks that update shares of some homes, of which each host may have a part."""
+    step = of_ranks(case, hosts)
+    homes = dict.fromkeys(step.meta["homes"].values(), "host")
+    sharded = tuple(home for home in sorted(homes) if rnd.random() < 0.7)
+    parts = frozenset(home for home in sharded if hosts > 1 and rnd.random() < 0.5)
+    if updates is not None:
+        updates = replace(updates, sharded=sharded, run_ahead=False, in_turn=hosts > 1)
+    machine = replace(machine.shared_by(2, True, hosts), network_gbps=rnd.choice([0.1, 10.0]))
+    budgets = Budgets(updates=updates, hosts=hosts, parts=parts if updates is not None else frozenset())
+    return PlanningProblem(step, machine, budgets, fixed_homes=homes)
+
+
+@functools.cache
+def sliced() -> Any:
+    """Experts, of which those are fetched that tokens chose."""
+    torch.manual_seed(0)
+    traced = trace(Mixture(2, experts=8, active=2).bfloat16(), {"tokens": torch.tensor([[3, 3, 5]])})
+    return build(traced.joint, input_homes=InputHomes(experts="used"))

@@ -20,7 +20,9 @@ from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.climbs import climb as climb_module
 from mtcompile.passes.planning.climbs.kicks import differ
 from mtcompile.passes.planning.climbs.limits import Limits
-from mtcompile.passes.planning.evaluate import identity
+from mtcompile.passes.planning.evaluate import evaluate, identity
+from mtcompile.passes.planning.figures import evaluator as evaluator_module
+from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.stored import SearchedText, searched_from_json
 from mtcompile.passes.planning.ladders import waiting_less
 from mtcompile.passes.planning.linear import relaxation as relaxation_module
@@ -76,42 +78,38 @@ def test_what_is_known_of_a_step_serves_it_with_other_homes_and_limits(
     assert not slower._figures and slower._akin is None
 
 
-class Forgetting(dict[bytes, Any]):
+class Forgetting(dict[Any, Any]):
     """Remembers nothing."""
 
     def __contains__(self, key: object) -> bool:
         return False
 
+    def get(self, key: object, default: Any = None) -> Any:
+        return default
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["crossing", pytest.param("mixed", marks=pytest.mark.long)])
 def test_no_plan_is_evaluated_twice_in_a_search(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plans and their schedules are those that a search without memory finds."""
+    """The plan and its schedule are those that a search without memory finds."""
     problem = PlanningProblem(BOUNDED[case](), CASTING["the host is the wall"], Budgets(updates=Updates(run_ahead=True)))
-    counted, keys = candidates_module.evaluate, []
+    counted, keys = Evaluator.figures, []
 
-    def counting(problem: PlanningProblem, draft: Any, plan: Plan) -> Any:
+    def counting(evaluator: Evaluator, plan: Plan) -> Any:
         keys.append(identity(plan))
-        return counted(problem, draft, plan)
+        return counted(evaluator, plan)
 
-    monkeypatch.setattr(candidates_module, "evaluate", counting)
+    monkeypatch.setattr(Evaluator, "figures", counting)
     monkeypatch.setattr(candidates_module, "MOST_SEARCHED", 16)
     remembering, forgetting = Candidates(problem), Candidates(problem)
-    remembering._evaluator.able = forgetting._evaluator.able = False  # schedules alone tell the figures
     forgetting._figures, forgetting._paces = Forgetting(), Forgetting()
-    least, most = remembering.least().plan.peak_bytes["device"], remembering.best(None, None).plan.peak_bytes["device"]
-    plans = [remembering.best(least + (most - least) * i // 2, None) for i in range(2)]
-    of_casts = case == "mixed"  # the one schedule with casts that a search reads costs from
-    assert remembering.evaluations + of_casts == len(set(keys))
-    assert len(keys) <= 1.01 * len(set(keys)) + 1  # few again, for schedules
-    evaluated = len(keys)
-    forgetting.least()
-    for i, planned in enumerate(plans):
-        other = forgetting.best(least + (most - least) * i // 2, None)
-        assert (other.plan, other.schedule) == (planned.plan, planned.schedule)
+    least = remembering.least()
+    assert remembering.evaluations == len(set(keys)) == len(keys)
+    evaluated, other = len(keys), forgetting.least()
+    assert (other.plan, other.schedule) == (least.plan, least.schedule)
     assert len(keys) - evaluated > 1.1 * evaluated
-    again = remembering.evaluate(plans[1].plan)
-    assert again.schedule == counted(problem, remembering.draft, plans[1].plan).schedule
+    again = remembering.evaluate(least.plan)
+    assert again.schedule == evaluate(problem, least.plan).schedule
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -124,7 +122,8 @@ def test_the_bound_is_never_above_a_plan(case: str, way: str, every: bool) -> No
         candidates = Candidates(PlanningProblem(BOUNDED[case](), machine, Budgets(updates=WAYS[way])))
         for _ in range(8):
             plan = varied(candidates, rnd)
-            plan = rnd.choice([paced(plan, candidates.evaluate), candidates.evaluate(impatient(plan) or plan)]).plan
+            patient = paced(plan, candidates.evaluate, candidates._evaluator.due_first)
+            plan = rnd.choice([patient, candidates.evaluate(impatient(plan) or plan)]).plan
             certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"], inf)
             assert certificate is not None and certificate.bound_us <= plan.total_us * (1 + 1e-9), machine.name
 
@@ -140,7 +139,8 @@ def test_the_bound_is_never_above_a_plan_with_homes_on_disk(case: str, way: str,
         budgets = Budgets(updates=WAYS[way], disk=1 << 40, disk_staging=1 << 16, disk_updates=True)
         candidates = Candidates(PlanningProblem(BOUNDED[case](), machine, budgets))
         plan = with_homes_on_disk(varied(candidates, rnd), rnd)
-        plan = rnd.choice([paced(plan, candidates.evaluate), candidates.evaluate(impatient(plan) or plan)]).plan
+        patient = paced(plan, candidates.evaluate, candidates._evaluator.due_first)
+        plan = rnd.choice([patient, candidates.evaluate(impatient(plan) or plan)]).plan
         certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"], inf)
         assert certificate is not None and certificate.bound_us <= plan.total_us * (1 + 1e-9), machine.name
 
@@ -263,7 +263,7 @@ def test_a_slow_host_updates_first_what_is_due_first() -> None:
     plan = candidates.least().plan
     assert plan.updates is not None
     patient = replace(plan, updates=replace(plan.updates, patient=True, order=()))
-    ordered, taking_turns = paced(patient, candidates.evaluate).plan, impatient(patient)
+    ordered, taking_turns = paced(patient, candidates.evaluate, candidates._evaluator.due_first).plan, impatient(patient)
     assert taking_turns is not None and ordered.updates is not None and ordered.updates.order
     assert ordered.total_us <= min(candidates.evaluate(other).plan.total_us for other in (patient, taking_turns))
     updated = [i for i in candidates.evaluate(ordered).schedule.instructions if i.work == "update"]
@@ -307,13 +307,13 @@ def test_more_memory_is_never_slower_where_the_host_casts(wall: str, way: str) -
 def test_where_the_host_may_cast_few_schedules_are_made_and_climbs_and_casts_are_tried(
     wall: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted, scheduled = candidates_module.evaluate, list[Plan]()
+    scheduled = list[Plan]()
 
-    def counting(problem: PlanningProblem, draft: Any, plan: Plan) -> Any:
+    def counting(problem: PlanningProblem, plan: Plan) -> Any:
         scheduled.append(plan)
-        return counted(problem, draft, plan)
+        return evaluate(problem, plan)
 
-    monkeypatch.setattr(candidates_module, "evaluate", counting)
+    monkeypatch.setattr(evaluator_module, "evaluate", counting)
     candidates = Candidates(PlanningProblem(mixed(), CASTING[wall], Budgets()))
     plan = candidates.best(candidates.floor * 3 // 2, None).plan
     assert candidates.evaluations > 20 > len(scheduled)

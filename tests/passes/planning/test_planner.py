@@ -21,6 +21,7 @@ from mtcompile.passes.analysis.saved import crossing_values, made_again_inside, 
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.evaluate import evaluate
 from mtcompile.passes.planning.ladders import everything, variant_decision
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.policies import POLICIES
@@ -89,8 +90,8 @@ def test_variants_take_as_long_as_their_kernels() -> None:
     whole = everything(candidates.problem.step, candidates.base, candidates.open_params)
 
     def us(plan: Plan) -> float:
-        summary, _ = candidates._evaluator._summary(plan)
-        return sum(region.us for region in summary.regions if region.phase)
+        schedule = evaluate(candidates.problem, plan).schedule
+        return sum(i.time_us for i in schedule.instructions if i.queue == "compute" and i.phase == "backward")
 
     inside = [block for block in candidates.blocks if made_again_inside(block.region)]
     assert len(inside) == 2

@@ -1,4 +1,4 @@
-/* The times of a plan, and its figures together: see ../times.py and ../evaluator.py. */
+/* The times of a plan, and its figures together. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -7,6 +7,7 @@
 
 static double later(double one, double other) { return other > one ? other : one; }
 
+/* Runs the calls, each as soon as it may. late: what the step before has left; updates: 0 if these take no time. */
 Clock mt_clock(Work *w, const Lives *lives, const Late *late, int updates) {
     double free_at[QUEUES] = {0.0}, barrier;
     double *ready = mt_zeros(w, w->buffer_count, sizeof(double)), *touched = mt_zeros(w, w->buffer_count, sizeof(double));
@@ -51,7 +52,7 @@ Clock mt_clock(Work *w, const Lives *lives, const Late *late, int updates) {
             there = later(there, read[w->links[link].value]);
         times.arrived[place] = there;
         begin = later(begin, there);
-        const double finish = begin + (updates || call->update < 0 ? call->us : 0.0);
+        const double finish = begin + (updates || !call->is_update ? call->us : 0.0);
         free_at[queue] = finish;
         for EACH(link, call->writes, w)
             ready[w->links[link].value] = touched[w->links[link].value] = finish;
@@ -61,10 +62,10 @@ Clock mt_clock(Work *w, const Lives *lives, const Late *late, int updates) {
             read[w->links[link].value] = later(read[w->links[link].value], finish);
         for EACH(link, call->updated, w) {
             written[w->links[link].value] = finish;
-            on_host[w->links[link].value] |= queue == HOST;
+            on_host[w->links[link].value] = queue == HOST; /* the next step waits for its last writer, if the host is late */
         }
         times.end = later(times.end, finish);
-        if (queue != HOST)
+        if (queue != HOST || !phase)
             times.drained = later(times.drained, finish);
         for EACH(link, lives->freed[place], w) {
             const int32_t name = w->links[link].value;
@@ -124,7 +125,7 @@ static int64_t list_arriving(Work *w, const Clock *times, Arriving *arriving) {
             for EACH(link, call->inputs, w)
                 if (due[w->links[link].value] == w->length)
                     due[w->links[link].value] = place;
-        } else if (call->queue == HOST) {
+        } else if (call->queue == HOST && call->update >= 0) {
             const int64_t name = w->step->leaving[call->update].name;
             Arriving *update = &arriving[count++];
             *update = (Arriving){times->arrived[place], call->us, w->length, w->choices->alphabet[name], name};
@@ -137,7 +138,7 @@ static int64_t list_arriving(Work *w, const Clock *times, Arriving *arriving) {
     return count;
 }
 
-/* Orders updates on the host: see earliest_due in ../../pace.py. */
+/* Orders updates on the host: of those whose gradients are there, it takes the one that is due first. */
 static void order_updates(Work *w, const Clock *times, Result *result) {
     Arriving *arriving = mt_room(w, w->length, sizeof *arriving);
     const int64_t count = list_arriving(w, times, arriving);
@@ -176,6 +177,8 @@ static void figures(Work *w, Result *result) {
     result->period = w->choices->run_ahead ? mt_clock(w, &lives, &first.late, 1).drained : first.end;
     for (int64_t place = 0; place < w->length; place++) {
         const Call *call = &w->calls[w->order[place]];
+        result->casts |= call->queue == HOST && call->phase && !call->is_update;
+        result->collectives += call->queue == NETWORK ? call->us : 0.0;
         for (int phase = 0; phase <= call->phase; phase++) {
             result->copied[phase] += call->copied;
             result->read[phase] += call->read;
@@ -226,7 +229,7 @@ void *mt_grown(Work *w, void *old, int64_t *room, int64_t count, int64_t size) {
 
 #define EXPORT __attribute__((visibility("default")))
 
-EXPORT int mt_figures_version(void) { return 10; }
+EXPORT int mt_figures_version(void) { return 12; }
 
 static int failed(Work *w, Result *result) {
     if (setjmp(w->out_of_memory))

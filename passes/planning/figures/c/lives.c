@@ -1,4 +1,4 @@
-/* The lifetimes of buffers and the peaks: see ../lives.py. */
+/* The lifetimes of buffers: when each is freed, where slots lie in their arenas, and the peaks. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -22,6 +22,8 @@ static int64_t free_due(Work *w, List *freed, Deferred *deferred, int64_t waitin
     return left;
 }
 
+/* Returns the buffers that are freed behind each call: after the last use; those that are copied home no sooner than as many
+ * regions later as fetches are ahead, or, early ones, before the next region. */
 static List *freed_of(Work *w) {
     const int64_t count = w->length, buffers = w->buffer_count;
     int32_t *last = mt_room(w, buffers, sizeof *last), *seen = mt_room(w, buffers, sizeof *seen);
@@ -130,9 +132,13 @@ static void put_on(Stack *stack, const Place *at, int right_above) {
 
 /* Gives each slot bytes of its arena: largest first, at the lowest place that is free while it lives. */
 static void place_slots(Work *w, Slot *slots, int64_t count, int64_t *arenas) {
-    Place *located[KINDS] = {0, mt_room(w, count, sizeof(Place)), mt_room(w, count, sizeof(Place))};
+    Place *located[KINDS];
     int64_t counts[KINDS] = {0};
-    Stack stacks[KINDS] = {EMPTY_STACK, EMPTY_STACK, EMPTY_STACK};
+    Stack stacks[KINDS];
+    for (int kind = 0; kind < KINDS; kind++) {
+        located[kind] = kind == POOLED ? NULL : mt_room(w, count, sizeof(Place));
+        stacks[kind] = (Stack)EMPTY_STACK;
+    }
     qsort(slots, (size_t)count, sizeof *slots, larger_first);
     for (int64_t i = 0; i < count; i++) {
         Slot *slot = &slots[i];
