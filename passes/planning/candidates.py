@@ -19,7 +19,7 @@ from mtcompile.passes.planning.climbs.casts import with_casts
 from mtcompile.passes.planning.climbs.climb import Climbs, climbs_of
 from mtcompile.passes.planning.climbs.hosts import HostClimbs, Pace, host_climbs
 from mtcompile.passes.planning.climbs.limits import Limits
-from mtcompile.passes.planning.evaluate import completed, evaluate, exact, faster, identity, shortfall
+from mtcompile.passes.planning.evaluate import completed, evaluate, exact, faster, identity, judged, shortfall
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.figures.lean import lean_plans, lean_starts, leanest_within, slower_than_some
 from mtcompile.passes.planning.figures.stored import SearchedText, searched_from_json
@@ -94,15 +94,18 @@ class Candidates:
         return candidates
 
     def evaluate(self, plan: Plan) -> Candidate:
-        """Returns the plan with its figures. Evaluates it, and counts that, unless one that decides the same was: many do."""
+        """Returns the plan with its figures, which leave registered passes out: its schedule has them. Evaluates it, and counts
+        that, unless one that decides the same was: many do."""
         key = identity(plan)
         if (figures := self._figures.get(key)) is None:
             self.evaluations += 1
             figures = self._evaluator.figures(plan)
             if figures is None:
-                known = (candidate := evaluate(self.problem, self.draft, plan)).plan
-                self._figures[key] = known.peak_bytes, known.step_time_us, known.update_us
-                return candidate
+                known = (candidate := evaluate(self.problem.as_summarised, self.draft, plan)).plan
+                figures = known.peak_bytes, known.step_time_us, known.update_us
+                if not self.problem.own_passes:
+                    self._figures[key] = figures
+                    return candidate
             self._figures[key] = figures
         peaks, step_time_us, update_us = figures
         again = plan.changed(peak_bytes=dict(peaks), step_time_us=step_time_us, update_us=update_us)
@@ -159,7 +162,8 @@ class Candidates:
     def _streamed(self) -> Schedule:
         """A schedule with every home on the host, with casts there."""
         step, base = self.problem.step, replace(self.base, narrow=may_cast(self.problem.step))
-        return evaluate(self.problem, self.draft, POLICIES["megatrain"](step, base, self.open_params)).schedule
+        problem = self.problem.as_summarised
+        return evaluate(problem, self.draft, POLICIES["megatrain"](step, base, self.open_params)).schedule
 
     @cached_property
     def _evaluator(self) -> Evaluator:
@@ -226,6 +230,12 @@ class Candidates:
 
         return self._searched(leanest)
 
+    def others(self, budgets: Budgets, count: int) -> list[Plan]:
+        """Returns some of the plans that a search has found: the fastest within the budgets, and the leanest."""
+        fitting = sorted((point for point in self._points if fits(point.plan, budgets)), key=by_time)
+        leanest = min(self._points, key=lambda point: (point.peak, point.time_us), default=None)
+        return [point.plan for point in (*fitting[:count], leanest) if point is not None]
+
     def needs(self, tier: str, limits: Mapping[str, int]) -> int | None:
         """Returns the fewest bytes of a tier with which some plan keeps to ``limits`` on others, after ``best`` found none."""
         if not self._points:  # there was no search, as no plan can keep to them
@@ -236,7 +246,7 @@ class Candidates:
     @exact
     def by_policy(self, policy: str, budgets: Budgets) -> Planned:
         """Returns the plan of a fixed policy. Raises DoesNotFit."""
-        candidate = self.of_policy(policy, budgets)
+        candidate = judged(self.problem, self.draft, self.of_policy(policy, budgets))
         peaks = candidate.plan.peak_bytes
         for tier, limit in budgets.nbytes.items():
             if limit is not None and peaks[tier] > limit:

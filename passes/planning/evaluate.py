@@ -18,6 +18,7 @@ from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
+from mtcompile.passes.registered import blaming, names_of
 from mtcompile.runtime.deps import Waits, derive, waits
 from mtcompile.runtime.schedule import Queue, Schedule, gib
 from mtcompile.runtime.sim import simulate
@@ -60,9 +61,18 @@ def exact(method: Callable[Concatenate[F, P], V]) -> Callable[Concatenate[F, P],
 
 def evaluate(problem: PlanningProblem, draft: fx.GraphModule, plan: Plan) -> Candidate:
     """Fills in a plan's peaks and predicted times. ``draft``: of the problem's step graph; it is rewritten and lowered in its
-    place."""
-    schedule = _lowered(problem, bundle(rewritten_draft(draft, plan)), plan)
+    place, unless there are registered passes. Raises PassFailed for an error in these."""
+    if problem.own_passes:
+        schedule = _lowered(problem, rewrite(problem.step, plan, passes=problem.passes), plan)
+    else:
+        schedule = _lowered(problem, bundle(rewritten_draft(draft, plan)), plan)
     return Candidate(_with_figures(problem, plan, schedule, waits(schedule)), lambda: schedule)
+
+
+def judged(problem: PlanningProblem, draft: fx.GraphModule, candidate: Candidate) -> Candidate:
+    """Returns a candidate with the figures of its schedule, which those that a search has are not if there are registered
+    passes."""
+    return evaluate(problem, draft, candidate.plan) if problem.own_passes else candidate
 
 
 def identity(plan: Plan) -> Hashable:
@@ -78,26 +88,30 @@ def faster(candidate: Candidate, other: Candidate, budgets: Budgets) -> Candidat
 
 def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, certificate: Certificate | None) -> Planned:
     """Returns the chosen candidate with its rewritten step graph, and with budgets, limits, the limiting resource, ``minimum``,
-    the smallest device budget that works, in bytes, and its certificate. Raises Inexact."""
-    step = rewrite(problem.step, candidate.plan)
-    schedule = derive(_lowered(problem, step, candidate.plan))
-    figures = _with_figures(problem, candidate.plan, schedule, None)
-    if figures != candidate.plan:
-        raise Inexact(f"expected the figures that the plan was chosen by, found others:\n{candidate.plan}\n{figures}")
+    the smallest device budget that works, in bytes, and its certificate. With registered passes, its figures are those of its
+    schedule, and there is no certificate, which would know nothing of them. Raises Inexact, and PassFailed."""
+    own, step = problem.own_passes, rewrite(problem.step, candidate.plan, passes=problem.passes)
+    schedule = _lowered(problem, step, candidate.plan)
+    with blaming(own, "made a step whose schedule has no order"):
+        schedule = derive(schedule)
+    plan = _with_figures(problem, candidate.plan, schedule, None)
+    if plan != candidate.plan and not own:
+        raise Inexact(f"expected the figures that the plan was chosen by, found others:\n{candidate.plan}\n{plan}")
     trace = simulate(schedule)
     busy: dict[str, float] = {queue: us for queue, us in busy_us(trace).items()}
-    busy["update"] = candidate.plan.update_us
-    busy["disk"] = problem.machine.drive_us(*drive_nbytes(schedule, candidate.plan))
+    busy["update"] = plan.update_us
+    busy["disk"] = problem.machine.drive_us(*drive_nbytes(schedule, plan))
     limits, rows = problem.budgets.nbytes, problem.step.meta["rows"]
     plan = replace(
-        _with_traffic(candidate.plan, schedule, problem.machine),
+        _with_traffic(plan, schedule, problem.machine),
         budget_bytes=limits,
         minimum_device_bytes=minimum,
         state_bytes=sum(state_by_tier(problem.step, candidate.plan, problem.budgets).values()),
-        certificate=certificate,
+        certificate=None if own else certificate,
         limiting_resource=max(busy, key=lambda resource: busy[resource]),
     )
     told = [f"{name}: the device holds the rows that a batch names, at most {r.count} of {r.rows}" for name, r in rows.items()]
+    told += [f"rewritten by {names_of(own)}, registered by you: a bound, which does not know that, is left out"] if own else []
     plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *told, *_far_from_bound(plan, trace)))))
     plan = replace(plan, **dict(zip(("fetched", "copies"), fetches(step, schedule), strict=True)))
     plan = replace(plan, all_resident=is_resident(schedule))
@@ -135,12 +149,14 @@ def _with_figures(problem: PlanningProblem, plan: Plan, schedule: Schedule, wait
 
 def _lowered(problem: PlanningProblem, step: fx.GraphModule, plan: Plan) -> Schedule:
     persistent = persistent_nbytes(problem.step, plan, problem.budgets)
-    return lower_without_deps(step, plan, problem.machine, persistent, problem.workspace)
+    with blaming(problem.own_passes, "made a step that cannot be lowered to a schedule"):
+        return lower_without_deps(step, plan, problem.machine, persistent, problem.workspace)
 
 
 def shortfall(candidate: Candidate, tier: str) -> DoesNotFit:
-    """Returns the error to raise if even this candidate needs more of ``tier`` than there is."""
-    return DoesNotFit(tier, candidate.plan.peak_bytes[tier], _largest_parts(candidate.schedule, tier))
+    """Returns the error to raise if even this candidate needs more of ``tier`` than there is, by its schedule."""
+    schedule = candidate.schedule
+    return DoesNotFit(tier, schedule.peak_nbytes[tier], _largest_parts(schedule, tier))
 
 
 def _largest_parts(schedule: Schedule, tier: str) -> tuple[tuple[str, int], ...]:

@@ -195,7 +195,7 @@ def test_the_versions_page_is_that_of_the_package() -> None:
 def reference() -> str:
     """Returns the text of docs/api.md: every public name with its signature and docstring."""
     lines = ["# Reference", "", "Generated from the docstrings by `python -m tests.project.test_docs`.", ""]
-    names = [*mtcompile.__all__, *(f"checkpoint.{name}" for name in checkpoint.__all__)]
+    names = [*mtcompile.__all__, *(f"checkpoint.{name}" for name in checkpoint.__all__), "passes.register"]
     for name in sorted(names):
         public = operator.attrgetter(name)(mtcompile)
         lines += [f"## mtcompile.{name}", "", *_described(public)]
