@@ -50,7 +50,7 @@ def plan_by_schedules(candidates: Candidates, budgets: Budgets, known: Plan | No
                 judged[identity(plan)] = evaluate(problem, candidates.draft, plan)
         fitting = [each for each in judged.values() if fits(each.plan, problem.budgets)]
         before, added = added, _added(candidates, planned.plan)
-        if added == before or (fitting and _spare_little(problem.budgets, before, added)):
+        if added == before or (fits(planned.plan, problem.budgets) and _spare_little(problem.budgets, before, added)):
             break
     if not fitting:
         leanest = min(judged.values(), key=lambda each: missing_nbytes(each.plan, problem.budgets))
