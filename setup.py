@@ -42,5 +42,5 @@ setup(
             depends=["passes/planning/figures/c/figures.h"],
             extra_compile_args=["-std=gnu11", "-fvisibility=hidden", *BITS, "-O3"],
         ),
-    ]
+    ],
 )

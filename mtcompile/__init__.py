@@ -17,9 +17,10 @@ __version__ = "0.1.0"
 from typing import TYPE_CHECKING as _TYPE_CHECKING  # noqa: E402
 
 if _TYPE_CHECKING:
+    from mtcompile import passes as passes
     from mtcompile.api import CompiledModule, compile, master_parameters
     from mtcompile.distributed.batches import weight_of_batch
-    from mtcompile.errors import BudgetError, CaptureError, CheckpointError, MtcompileError, StepError
+    from mtcompile.errors import BudgetError, CaptureError, CheckpointError, MtcompileError, PassError, StepError
     from mtcompile.forecast.result import Forecast
     from mtcompile.forecast.solve import plan
     from mtcompile.models.pretrained import from_pretrained
@@ -28,7 +29,7 @@ if _TYPE_CHECKING:
 _LAZY = {
     "mtcompile.api": ("CompiledModule", "compile", "master_parameters"),
     "mtcompile.distributed.batches": ("weight_of_batch",),
-    "mtcompile.errors": ("BudgetError", "CaptureError", "CheckpointError", "MtcompileError", "StepError"),
+    "mtcompile.errors": ("BudgetError", "CaptureError", "CheckpointError", "MtcompileError", "PassError", "StepError"),
     "mtcompile.forecast.result": ("Forecast",),
     "mtcompile.forecast.solve": ("plan",),
     "mtcompile.models.pretrained": ("from_pretrained",),
@@ -41,6 +42,7 @@ __all__ = [
     "CompiledModule",
     "Forecast",
     "MtcompileError",
+    "PassError",
     "StepError",
     "Verification",
     "compile",
@@ -56,6 +58,8 @@ def __getattr__(name: str) -> object:
     """Load on first use, so that reading and proving a schedule needs no torch."""
     import importlib
 
+    if name == "passes":
+        return importlib.import_module("mtcompile.passes")
     for module, names in _LAZY.items():
         if name in names:
             return getattr(importlib.import_module(module), name)

@@ -27,6 +27,7 @@ from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import is_trained
 from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph_to_json
 from mtcompile.passes.plan import Plan, plan_from_json
+from mtcompile.passes.registered import NotKnown, key_of
 from mtcompile.passes.step_graph import inputs_of, kernel_of, listing, regions
 from mtcompile.reading import parsed_json
 from mtcompile.torch_private.plain_torch import stand_ins
@@ -56,8 +57,14 @@ def write_joint(key: str | None, joint: fx.GraphModule) -> None:
         files.write("joints", _digest(key), graph_to_json(joint))
 
 
-def plan_key(step: fx.GraphModule, *constraints: Any) -> str:
-    """Hashes the step graph, the bodies of its kernels and the constraints on the plan."""
+def plan_key(problem: PlanningProblem, *constraints: Any) -> str | None:
+    """Hashes the step graph, the bodies of its kernels, the constraints on the plan, and what registered passes do; None where
+    nothing says that."""
+    step, own = problem.step, [(transform, problem.passes.index(transform)) for transform in problem.own_passes]
+    try:
+        constraints = *constraints, *_constraints(problem), *map(key_of, own)
+    except NotKnown:
+        return None
     kernels = sorted({str(kernel_of(step, region).meta["key"]) for region in regions(step)})  # not those of rewritten copies
     trained = [spec.name for spec, _ in inputs_of(step) if is_trained(spec)]
     homes, sliced = step.meta["homes"], step.meta.get("sliced", ())
@@ -65,13 +72,13 @@ def plan_key(step: fx.GraphModule, *constraints: Any) -> str:
     return _digest("\n".join([listing(step), *kernels, *map(repr, [homes, sliced, ranks, trained, *constraints])]))
 
 
-def through_cache(key: str, make_plan: Callable[[Plan | None], Planned]) -> Planned:
+def through_cache(key: str | None, make_plan: Callable[[Plan | None], Planned]) -> Planned:
     """Calls ``make_plan`` with the cached plan of this key (None if there is none), and caches the plan it returns."""
     text, cached = files.read("plans", key), None
     with contextlib.suppress(ValueError, TypeError, KeyError):  # it cannot be read: as if there were none
         cached = plan_from_json(text) if text else None
     planned = make_plan(cached)
-    if cached is None or planned.plan.decisions != cached.decisions:
+    if key is not None and (cached is None or planned.plan.decisions != cached.decisions):
         files.write("plans", key, planned.plan.to_json())
     return planned
 
@@ -91,16 +98,16 @@ class SearchedPlans:
 
 def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None], Planned]) -> Planned:
     """Returns the plan for a problem, cached between runs. ``find``: makes it, given the plan found before, if any."""
-    return through_cache(plan_key(problem.step, problem.budgets, policy, *_constraints(problem)), find)
+    return through_cache(plan_key(problem, problem.budgets, policy), find)
 
 
 def search_store(problem: PlanningProblem) -> SearchedPlans | None:
     """Returns the store for the plans that a search of this problem evaluates, which serves every device and host budget; None
-    if the cache is off."""
+    if the cache is off. What a search evaluates does not depend on registered passes."""
     if not knobs.cache():
         return None
-    unlimited = replace(problem.budgets, device=None, host=None)
-    return SearchedPlans(plan_key(problem.step, unlimited, *_constraints(problem)))
+    key = plan_key(problem.as_summarised, replace(problem.budgets, device=None, host=None))
+    return None if key is None else SearchedPlans(key)
 
 
 def _constraints(problem: PlanningProblem) -> tuple[object, ...]:

@@ -11,7 +11,9 @@ the device; ``compile_step`` plans again with slower copies if host memory canno
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -21,7 +23,7 @@ from mtcompile import cache, knobs, progress, torch_private
 from mtcompile.capture.description import Description
 from mtcompile.capture.joint import Tangents, compare_with_whole, joint_graph, joint_key
 from mtcompile.capture.refusals import in_micro_batches
-from mtcompile.errors import BudgetError, CaptureError
+from mtcompile.errors import BudgetError, CaptureError, PassError
 from mtcompile.execution.calibration import known_machine, warn_not_pinned
 from mtcompile.execution.compiled import CompiledStep, compiled_step
 from mtcompile.execution.memory.beside import plan_beside
@@ -56,6 +58,7 @@ from mtcompile.passes.proof.cuts.loss_weights import check_weights
 from mtcompile.passes.proof.cuts.micro_batches import check_micro_batches
 from mtcompile.passes.proof.same_computation import same_computation
 from mtcompile.passes.proof.schedule import Given, check_schedule
+from mtcompile.passes.registered import PassFailed, blaming
 from mtcompile.passes.rewrites.collectives import check_reads
 from mtcompile.passes.step_graph import fragments_of
 from mtcompile.runtime.devices.protocol import Device
@@ -144,7 +147,7 @@ def built_step(best: PlannedStep, tangents: Tangents, target: Target, placement:
     """Builds and proves a planned step, and puts parameters where its plan wants them."""
     built = target.toolchain.build(best.planned, target.machine)
     progress.tell("proving the schedule")
-    prove(best.joint, built, best.problem.budgets, placement.input_homes(best.joint.graph))
+    prove(best, built, placement.input_homes(best.joint.graph))
     placement.adopt(best.problem.step, built.planned)
     kernels = {**built.kernels, **placement.host_kernels(built.planned.step)}
     return compiled_step(tangents, built.planned, best.problem, kernels, best.joint.graph)
@@ -206,19 +209,30 @@ def planning_problem(
     return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics)
 
 
-def prove(joint: JointStep, built: BuiltStep, budgets: Budgets, input_homes: InputHomes) -> None:
+def prove(best: PlannedStep, built: BuiltStep, input_homes: InputHomes) -> None:
     """Proves that the schedule is safe and computes what was captured, in the bytes that its kernels were measured to need and
     within what was asked for. Each cut of the captured graph must compute what the graph before it did, and the step what the
-    last one does. Raises an error that names the violated invariant."""
+    last one does. Raises an error that names the violated invariant, and the registered passes, if any."""
     plan, step, schedule = built.planned.plan, built.planned.step, built.planned.schedule
-    for check in joint.checks:
+    for check in best.joint.checks:
         check()
-    same_computation(joint.graph, step)
+    budgets = best.problem.budgets
     given = Given(plan, budgets, built.workspace, built.held_nbytes, input_homes.all_on_device, input_homes.ranks)
-    check_schedule(step, schedule, given)
-    verify(schedule)
-    if budgets.sharing > 1:
-        check_reads(step, schedule)
+    with blaming(best.problem.own_passes, "made a step that is not proven"):
+        same_computation(best.joint.graph, step)
+        check_schedule(step, schedule, given)
+        verify(schedule)
+        if budgets.sharing > 1:
+            check_reads(step, schedule)
+
+
+@contextlib.contextmanager
+def pass_errors() -> Iterator[None]:
+    """Raises what a registered pass has done as the public error, with its cause."""
+    try:
+        yield
+    except PassFailed as error:
+        raise PassError(str(error)) from error.__cause__
 
 
 # --------------------------------------------------------------------------------------------------- the loops around it

@@ -35,6 +35,11 @@ class CaptureError(MtcompileError):
     """Raised if the model cannot be captured. The message names the line of your code and the reason."""
 
 
+class PassError(MtcompileError):
+    """Raised if a pass that you registered (``mtcompile.passes.register``) fails, or changes what a step computes. Its cause is
+    the error of the pass, or that of the check or proof that its step did not pass, which names what does not hold."""
+
+
 class BudgetError(MtcompileError):
     """Raised if no plan fits a budget. ``minimum_bytes``: the smallest value of that budget found to work. ``tier``: whose
     budget that is: "device", "host" or "disk"."""
@@ -75,7 +80,8 @@ def device_ended(where: str, cause: str) -> MtcompileError:
 
 
 def told_briefly(function: Callable[P, V]) -> Callable[P, V]:
-    """Lets errors of mtcompile leave a function without the frames that they came through, unless MT_DEBUG is set."""
+    """Lets errors of mtcompile leave a function without the frames that they came through, unless MT_DEBUG is set. The cause of
+    a PassError is the user's own, and stays."""
 
     @functools.wraps(function)
     def brief(*args: P.args, **kwargs: P.kwargs) -> V:
@@ -84,7 +90,7 @@ def told_briefly(function: Callable[P, V]) -> Callable[P, V]:
         except MtcompileError as error:
             if knobs.debug():
                 raise
-            raise error.with_traceback(None) from None
+            raise error.with_traceback(None) from (error.__cause__ if isinstance(error, PassError) else None)
 
     return brief
 

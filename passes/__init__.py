@@ -20,8 +20,9 @@ The same block under a plan that keeps W on the host, lets x wait there, recompu
 
 (``block_backward_r`` has the forward's operations in front of the backward's, so nothing is saved.)
 
-A pass is one function ``(step, plan) -> step``; it may change the graph it is given, a copy of the step. Searches
-have the figures of plans from summaries of the step (``planning/figures``), which know what these passes do.
+A pass is one function ``(step, plan) -> step``; it may change the graph it is given, a copy of the step. Searches have the
+figures of plans from summaries of the step (``planning/figures``), which know what these passes do. One of your own comes in
+by ``register``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from collections.abc import Callable
 from torch import fx
 
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.registered import Registered, applied, name_of
 from mtcompile.passes.rewrites.casts import cast_on_host
 from mtcompile.passes.rewrites.collectives import combine_over_ranks, gather_over_hosts
 from mtcompile.passes.rewrites.recompute import recompute, repeat_forward
@@ -55,13 +57,61 @@ PIPELINE: tuple[Pass, ...] = (
 )
 
 
-def rewrite(step: fx.GraphModule, plan: Plan, after: Callable[[str, fx.GraphModule], None] | None = None) -> fx.GraphModule:
-    """Returns a rewritten copy of ``step``. ``after``: called with (name, step) after each pass."""
+_current: list[Pass] = list(PIPELINE)
+
+
+def register(transform: Pass, after: Pass | str | None = None) -> Registered:
+    """Puts a pass of your own into the pipeline of this process, and returns a handle whose ``remove()`` takes it out again;
+    so does leaving a ``with`` block.
+
+    transform  a function ``(step, plan) -> step``, given the step graph, an ``fx.GraphModule``, that it may change
+    after      the pass behind which it comes, or that pass's name: one of ``mtcompile.passes.PIPELINE``, or one that you
+               registered; default: the last one
+
+    What is planned from now on uses it: each plan is chosen by the schedules that it has with the pass, which is in every
+    listing, and each schedule is proven as always. What was planned before keeps its plan. Plans are cached by the pass's
+    code, that of the functions it calls in its own package, and the values it uses; if these cannot be told, as those of
+    tensors cannot, nothing is cached.
+
+    Raises TypeError if it is no function, and ValueError if it is in the pipeline already or ``after`` is not. An error in it
+    or in what it returns is a ``PassError`` later, when a step is planned.
+    """
+    if not callable(transform):
+        raise TypeError(f"expected a function (step, plan) -> step, found {type(transform).__name__}")
+    if transform in _current:
+        raise ValueError(f"expected a pass that is not in the pipeline, found {name_of(transform)}, which is: remove it first")
+    names = [name_of(each) for each in _current]
+    found = [place for place, each in enumerate(_current) if after is None or each is after or names[place] == after]
+    if not found:
+        what = repr(after) if isinstance(after, str) else name_of(after)
+        raise ValueError(f"expected after= to be one of {', '.join(names)}, found {what}")
+    _current.insert(found[-1] + 1, transform)
+    return Registered(lambda: _current.remove(transform))
+
+
+def pipeline() -> tuple[Pass, ...]:
+    """Returns the passes of ``PIPELINE``, and registered ones, in their order."""
+    return tuple(_current)
+
+
+def own_passes(passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
+    """Returns those passes that were registered."""
+    return tuple(transform for transform in passes if transform not in PIPELINE)
+
+
+def rewrite(
+    step: fx.GraphModule,
+    plan: Plan,
+    after: Callable[[str, fx.GraphModule], None] | None = None,
+    passes: tuple[Pass, ...] | None = None,
+) -> fx.GraphModule:
+    """Returns a rewritten copy of ``step``. ``after``: called with (name, step) after each pass. ``passes``: default: as
+    ``pipeline`` returns them. Raises PassFailed for an error in a registered one."""
     step = copy_step(step)
-    for transform in PIPELINE:
-        step = transform(step, plan)
+    for transform in pipeline() if passes is None else passes:
+        step = transform(step, plan) if transform in PIPELINE else applied(transform, step, plan)
         if after is not None:
-            after(transform.__name__, step)
+            after(name_of(transform), step)
     step.graph.lint()
     step.recompile()
     return step

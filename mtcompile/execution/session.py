@@ -18,7 +18,7 @@ from mtcompile import knobs, progress, torch_private
 from mtcompile.capture.description import enabled_autocast
 from mtcompile.capture.refusals import not_compiled, place_of, refuse
 from mtcompile.capture.tracing import collecting_later
-from mtcompile.compiler import CapturedStep, Searched, Target, compile_step
+from mtcompile.compiler import CapturedStep, Searched, Target, compile_step, pass_errors
 from mtcompile.errors import BudgetError, MtcompileError
 from mtcompile.execution.calibration import Calibrator, known_machine, speeds
 from mtcompile.execution.compiled import CompiledStep, Frame, LiveFrames, PlainGraph
@@ -215,7 +215,8 @@ class Session:
         planning = progress.doing(f"planning {self.title or 'a graph'}")
         with self.planning, planning, collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):
             try:
-                compiled = compile_step(captured, target, self.door)
+                with pass_errors():
+                    compiled = compile_step(captured, target, self.door)
             except (MtcompileError, DiskError):
                 raise
             except Exception as error:

@@ -32,7 +32,7 @@ from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.planning.disk.spill import within_disk
-from mtcompile.passes.planning.evaluate import completed, shortfall
+from mtcompile.passes.planning.evaluate import completed, judged, shortfall
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem, Progress, Solved
 from mtcompile.runtime.schedule import gib
@@ -139,9 +139,11 @@ def _plan(problem: PlanningProblem, progress: Progress) -> Plan:
         return fastest(candidates, budgets.device, budgets.host).plan
 
     def find(fixed: PlanningProblem) -> Solved:
-        candidate = QuickCandidates(fixed).quickly()
+        candidates = QuickCandidates(fixed)
+        candidate = candidates.quickly()
         if candidate is None:
             raise DoesNotFit("device", 0, ())
+        candidate = judged(fixed, candidate)
         if not fits(candidate.plan, fixed.budgets):
             raise shortfall(candidate, "host", problem.step)
         return fixed, completed(fixed, candidate, candidate.plan.peak_bytes["device"], None)

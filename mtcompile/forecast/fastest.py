@@ -10,6 +10,7 @@ from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.activations import Find
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.disk.without import may_fit_without, planned_without
+from mtcompile.passes.planning.planner import plan_among
 from mtcompile.passes.planning.problem import Planned, PlanningProblem, Solved
 
 
@@ -41,6 +42,7 @@ def _finder(candidates: Candidates, device: int | None) -> Find:
         known = searched.problem
         if (fixed.fixed_homes, fixed.budgets.disk) != (known.fixed_homes, known.budgets.disk):
             searched = Candidates.like(candidates, fixed, search_store(fixed))
-        return fixed, recalled(fixed, FASTEST, lambda known: searched.best(device, fixed.budgets.host, known))
+        limits = replace(fixed.budgets, device=device)
+        return fixed, recalled(fixed, FASTEST, lambda known: plan_among(searched, limits, FASTEST, known))
 
     return find

@@ -15,6 +15,7 @@ from mtcompile.forecast.advice import ways_on_host
 from mtcompile.forecast.request import ForecastRequest, SizedStep, budgets_of
 from mtcompile.forecast.result import Forecast, Row
 from mtcompile.optim.precision import PRECISIONS
+from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import kernel_cost
 from mtcompile.passes.analysis.state import (
     Budgets,
@@ -33,7 +34,11 @@ from mtcompile.passes.cuts.fragments.figures import told_whole
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.limits import NotWorthwhile
+from mtcompile.passes.planning.evaluate import judged
+from mtcompile.passes.planning.planner import plan_among
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
+from mtcompile.passes.proof.same_computation import same_computation
+from mtcompile.passes.registered import blaming
 from mtcompile.passes.step_graph import fragments_of, inputs_of
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.sim import simulate
@@ -74,7 +79,10 @@ def figures(request: ForecastRequest, sized: SizedStep, planned: Planned | DoesN
         least = candidates.least()
         forced = _with_plan(refused, candidates, least)
         return replace(forced, feasible=False, minimum_device_bytes=least.schedule.peak_nbytes["device"])
-    verify(planned.schedule)
+    with blaming(own := candidates.problem.own_passes, "made a step that is not proven"):
+        if own:
+            same_computation(sized.joint.graph, planned.step)
+        verify(planned.schedule)
     return _with_plan(replace(unplanned, feasible=True), candidates, _with_notes(request, sized, planned))
 
 
@@ -95,7 +103,7 @@ def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:
 
 
 def _row(candidates: Candidates, policy: str, budgets: Budgets) -> Row:
-    plan = candidates.of_policy(policy, budgets).plan
+    plan = judged(candidates.problem, candidates.of_policy(policy, budgets)).plan
     peaks, time_us = dict(plan.peak_bytes), plan.total_us
     for tier, limit in budgets.nbytes.items():
         if limit is not None and peaks[tier] > limit:
@@ -187,7 +195,8 @@ def _time_with_more(candidates: QuickCandidates, budgets: Budgets, error: DoesNo
         return f": at most about {time_of(us)} a step then" if us < inf else ""
     with contextlib.suppress(DoesNotFit):  # it may take a disk, or more of the host, too
         if error.tier == "device":
-            return f": {time_of(candidates.best(error.minimum, budgets.host).plan.total_us)} a step then"
+            within = replace(budgets, device=error.minimum)
+            return f": {time_of(plan_among(candidates, within, FASTEST).plan.total_us)} a step then"
         if (lean := candidates.leanest()) is not None and lean.plan.peak_bytes["host"] == error.minimum:
             return f": {time_of(lean.plan.total_us)} a step then, and faster with more"
     return ""

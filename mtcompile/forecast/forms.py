@@ -22,6 +22,7 @@ from mtcompile.forecast.request import (
     sized_step,
 )
 from mtcompile.models.decoders import SHAPES
+from mtcompile.passes import pipeline
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.fastest import fastest_form
 from mtcompile.passes.cuts.form import Form, first_form
@@ -72,7 +73,7 @@ def _question(request: ForecastRequest, batch: int, seq: int) -> object:
         return None
     budgets = replace(request.budgets, device=None, host=None)
     asked = replace(request, budgets=budgets, policies=(), force=False, progress=no_progress)
-    settings = knobs.cache(), torch.get_num_threads(), trace_settings(torch.device("cpu"))
+    settings = knobs.cache(), torch.get_num_threads(), trace_settings(torch.device("cpu")), pipeline()
     return asked, batch, seq, SHAPES[request.model], settings
 
 

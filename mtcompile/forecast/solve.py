@@ -11,6 +11,7 @@ from torch import nn
 
 from mtcompile.capture.arguments import possible_counts
 from mtcompile.capture.tracing import collecting_later
+from mtcompile.compiler import pass_errors
 from mtcompile.distributed.layout import layout_named, updates_once
 from mtcompile.errors import CaptureError, did_you_mean
 from mtcompile.forecast.figures import figures
@@ -157,7 +158,7 @@ def plan(
     alone = replace(alone, fragments=fragments)
     of_rank = ranks.machine(described, once), ranks.budgets(budgets, once)
     request = replace(alone, machine=of_rank[0], budgets=of_rank[1], ranks=ranks)
-    with collecting_later():
+    with collecting_later(), pass_errors():
         if solve in ("batch", "seq"):
             return _largest(request, solve, batch, seq)
         if solve == "memory":

@@ -11,6 +11,7 @@ from mtcompile.passes.analysis.names import value_names
 from mtcompile.passes.analysis.saved import crossing_values, saved_values
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.evaluate import judged
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.step_graph import regions, results
 from mtcompile.runtime.schedule import listed
@@ -36,10 +37,10 @@ def alternatives(
     """Returns whether evaluating the plan itself again gives the peaks and the time that it has, and at most eight
     alternatives, each of which changes all the blocks and values at once."""
     candidates = Candidates(problem)
-    current = candidates.evaluate(planned.plan)
+    current = judged(problem, candidates.evaluate(planned.plan))
     rows = []
     for kind, what, plan in _others(planned.plan, problem, list(decisions), values):
-        changed = candidates.evaluate(plan)
+        changed = judged(problem, candidates.evaluate(plan))
         peaks, time_us = dict(changed.plan.peak_bytes), changed.plan.total_us
         fits = all(n is None or peaks[tier] <= n for tier, n in planned.plan.budget_bytes.items())
         more = peaks["device"] - current.plan.peak_bytes["device"]

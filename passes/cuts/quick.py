@@ -43,7 +43,7 @@ class QuickCandidates(Candidates):
     def _or_climbed(self, planned: Planned, device: int) -> Planned:
         """Returns the faster of the ``planned`` step and the plan of short climbs. Tries climbs only if a large step is far
         above its bound: near the fewest bytes that work, a search has few plans to start from."""
-        problem, us = self.problem, planned.plan.total_us
+        problem, us = self.problem, self.evaluate(planned.plan).plan.total_us
         if not self._takes_long or not (bound_us := self.bound_us(device, None)) or us <= _FAR * bound_us:
             return planned
         if (plan := self._climbed_in(device)) is None or plan.total_us >= us:

@@ -18,7 +18,7 @@ from mtcompile.passes.planning.climbs.casts import with_casts
 from mtcompile.passes.planning.climbs.climb import Climbs, climbs_of
 from mtcompile.passes.planning.climbs.hosts import HostClimbs, Pace, host_climbs
 from mtcompile.passes.planning.climbs.limits import Limits
-from mtcompile.passes.planning.evaluate import completed, evaluate, faster, identity, shortfall
+from mtcompile.passes.planning.evaluate import completed, evaluate, faster, identity, judged, shortfall
 from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
 from mtcompile.passes.planning.figures.lean import lean_plans, lean_starts, leanest_within, slower_than_some
 from mtcompile.passes.planning.figures.stored import SearchedText, searched_from_json
@@ -93,7 +93,8 @@ class Candidates:
         return candidates
 
     def evaluate(self, plan: Plan) -> Candidate:
-        """Returns the plan with its figures. Evaluates it, and counts that, unless one that decides the same was: many do."""
+        """Returns the plan with its figures, which leave registered passes out: its schedule has them. Evaluates it, and counts
+        that, unless one that decides the same was: many do."""
         key = identity(plan)
         if (figures := self._figures.get(key)) is None:
             self.evaluations += 1
@@ -142,7 +143,7 @@ class Candidates:
     def _streamed(self) -> Schedule:
         """A schedule with every home on the host, with casts there."""
         step, base = self.problem.step, replace(self.base, narrow=may_cast(self.problem.step))
-        return evaluate(self.problem, POLICIES["megatrain"](step, base, self.open_params)).schedule
+        return evaluate(self.problem.as_summarised, POLICIES["megatrain"](step, base, self.open_params)).schedule
 
     @cached_property
     def _evaluator(self) -> Evaluator:
@@ -208,6 +209,12 @@ class Candidates:
 
         return self._searched(leanest)
 
+    def others(self, budgets: Budgets, count: int) -> list[Plan]:
+        """Returns some of the plans that a search has found: the fastest within the budgets, and the leanest."""
+        fitting = sorted((point for point in self._points if fits(point.plan, budgets)), key=by_time)
+        leanest = min(self._points, key=lambda point: (point.peak, point.time_us), default=None)
+        return [point.plan for point in (*fitting[:count], leanest) if point is not None]
+
     def needs(self, tier: str, limits: Mapping[str, int]) -> int | None:
         """Returns the fewest bytes of a tier with which some plan keeps to ``limits`` on others, after ``best`` found none."""
         if not self._points:  # there was no search, as no plan can keep to them
@@ -217,7 +224,7 @@ class Candidates:
 
     def by_policy(self, policy: str, budgets: Budgets) -> Planned:
         """Returns the plan of a fixed policy. Raises DoesNotFit."""
-        candidate = self.of_policy(policy, budgets)
+        candidate = judged(self.problem, self.of_policy(policy, budgets))
         peaks = candidate.plan.peak_bytes
         for tier, limit in budgets.nbytes.items():
             if limit is not None and peaks[tier] > limit:

@@ -17,6 +17,7 @@ from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.planning.reasons import with_reasons
+from mtcompile.passes.registered import blaming, names_of
 from mtcompile.runtime.deps import Waits, derive, waits
 from mtcompile.runtime.schedule import Queue, Schedule, gib
 from mtcompile.runtime.sim import simulate
@@ -28,9 +29,16 @@ _WAITS: Mapping[Queue, str] = {"h2d": "copies to it", "d2h": "copies from it", "
 
 
 def evaluate(problem: PlanningProblem, plan: Plan) -> Candidate:
-    """Fills in a plan's peaks and predicted times, by its schedule. Searches have them from summaries (see ``figures``)."""
-    schedule = _lowered(problem, rewrite(problem.step, plan), plan)
+    """Fills in a plan's peaks and predicted times, by its schedule. Searches have them from summaries (see ``figures``). Raises
+    PassFailed for an error in a registered pass."""
+    schedule = _lowered(problem, rewrite(problem.step, plan, passes=problem.passes), plan)
     return Candidate(_with_figures(problem, plan, schedule, waits(schedule)), lambda: schedule)
+
+
+def judged(problem: PlanningProblem, candidate: Candidate) -> Candidate:
+    """Returns a candidate with the figures of its schedule, which those that a search has are not if there are registered
+    passes."""
+    return evaluate(problem, candidate.plan) if problem.own_passes else candidate
 
 
 def identity(plan: Plan) -> Hashable:
@@ -46,26 +54,30 @@ def faster(candidate: Candidate, other: Candidate, budgets: Budgets) -> Candidat
 
 def completed(problem: PlanningProblem, candidate: Candidate, minimum: int, certificate: Certificate | None) -> Planned:
     """Returns the chosen candidate with its rewritten step graph, and with budgets, limits, the limiting resource, ``minimum``,
-    the smallest device budget that works, in bytes, and its certificate."""
-    step = rewrite(problem.step, candidate.plan)
-    schedule = derive(_lowered(problem, step, candidate.plan))
-    figures = _with_figures(problem, candidate.plan, schedule, None)
-    if figures != candidate.plan:
-        raise AssertionError(f"expected the figures that the plan was chosen by, found others:\n{candidate.plan}\n{figures}")
+    the smallest device budget that works, in bytes, and its certificate. With registered passes, its figures are those of its
+    schedule, and there is no certificate, which would know nothing of them. Raises PassFailed."""
+    own, step = problem.own_passes, rewrite(problem.step, candidate.plan, passes=problem.passes)
+    schedule = _lowered(problem, step, candidate.plan)
+    with blaming(own, "made a step whose schedule has no order"):
+        schedule = derive(schedule)
+    plan = _with_figures(problem, candidate.plan, schedule, None)
+    if plan != candidate.plan and not own:
+        raise AssertionError(f"expected the figures that the plan was chosen by, found others:\n{candidate.plan}\n{plan}")
     trace = simulate(schedule)
     busy: dict[str, float] = {queue: us for queue, us in busy_us(trace).items()}
-    busy["update"] = candidate.plan.update_us
-    busy["disk"] = problem.machine.drive_us(*drive_nbytes(schedule, candidate.plan))
+    busy["update"] = plan.update_us
+    busy["disk"] = problem.machine.drive_us(*drive_nbytes(schedule, plan))
     limits, rows = problem.budgets.nbytes, problem.step.meta["rows"]
     plan = replace(
-        _with_traffic(candidate.plan, schedule, problem.machine),
+        _with_traffic(plan, schedule, problem.machine),
         budget_bytes=limits,
         minimum_device_bytes=minimum,
         state_bytes=sum(state_by_tier(problem.step, candidate.plan, problem.budgets).values()),
-        certificate=certificate,
+        certificate=None if own else certificate,
         limiting_resource=max(busy, key=lambda resource: busy[resource]),
     )
     told = [f"{name}: the device holds the rows that a batch names, at most {r.count} of {r.rows}" for name, r in rows.items()]
+    told += [f"rewritten by {names_of(own)}, registered by you: a bound, which does not know that, is left out"] if own else []
     plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *told, *_far_from_bound(plan, trace)))))
     plan = replace(plan, **dict(zip(("fetched", "copies"), fetches(step, schedule), strict=True)))
     plan = with_reasons(problem, replace(plan, all_resident=is_resident(schedule)), step, schedule, trace)
@@ -103,12 +115,15 @@ def _with_figures(problem: PlanningProblem, plan: Plan, schedule: Schedule, wait
 
 def _lowered(problem: PlanningProblem, step: fx.GraphModule, plan: Plan) -> Schedule:
     persistent = persistent_nbytes(problem.step, plan, problem.budgets)
-    return lower_without_deps(step, plan, problem.machine, persistent, problem.workspace)
+    with blaming(problem.own_passes, "made a step that cannot be lowered to a schedule"):
+        return lower_without_deps(step, plan, problem.machine, persistent, problem.workspace)
 
 
 def shortfall(candidate: Candidate, tier: str, step: fx.GraphModule) -> DoesNotFit:
-    """Returns the error to raise if even this candidate needs more of ``tier`` than there is. ``step``: before any rewrite."""
-    return DoesNotFit(tier, candidate.plan.peak_bytes[tier], _largest_parts(candidate.schedule, tier, value_names(step)))
+    """Returns the error to raise if even this candidate needs more of ``tier`` than there is, by its schedule. ``step``: before
+    any rewrite."""
+    schedule = candidate.schedule
+    return DoesNotFit(tier, schedule.peak_nbytes[tier], _largest_parts(schedule, tier, value_names(step)))
 
 
 def _largest_parts(schedule: Schedule, tier: str, names: Mapping[str, str]) -> tuple[tuple[str, int], ...]:

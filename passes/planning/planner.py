@@ -20,6 +20,7 @@ from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import completed
 from mtcompile.passes.planning.frontier import fits
 from mtcompile.passes.planning.ladders import Block, everything, kept_positions, variant_decision
+from mtcompile.passes.planning.own_passes import plan_by_schedules
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.planning.variants import Variant
 
@@ -39,6 +40,8 @@ def plan_among(candidates: Candidates, budgets: Budgets, policy: str, known: Pla
         planned = candidates.by_policy(policy, budgets)
         decisions = tuple(replace(each, reason=f"policy {policy}: {each.reason}") for each in planned.plan.decisions)
         return replace(planned, plan=replace(planned.plan, decisions=decisions))
+    if candidates.problem.own_passes:
+        return plan_by_schedules(candidates, budgets, known)
     return candidates.best(budgets.device, budgets.host, known)
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import fx
 
+from mtcompile.passes import PIPELINE, Pass, own_passes, pipeline
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
@@ -22,7 +23,7 @@ from mtcompile.runtime.usage import held_between_phases
 class PlanningProblem:
     """A step to be planned. ``step``: the step graph before any rewrite. ``workspace``: bytes that a kernel's body needs beside
     its operands. ``fixed_homes``: home tier of each block that is decided already, by the model's first program or by
-    tensors of the user's that share its memory. ``numerics``: what holds for its values."""
+    tensors of the user's that share its memory. ``numerics``: what holds for its values. ``passes``: rewrite it."""
 
     step: fx.GraphModule
     machine: Machine
@@ -30,6 +31,17 @@ class PlanningProblem:
     workspace: Workspace = workspace_nbytes
     fixed_homes: Mapping[str, str] = field(default_factory=dict)
     numerics: Contract = field(default_factory=Contract)
+    passes: tuple[Pass, ...] = field(default_factory=pipeline)
+
+    @property
+    def own_passes(self) -> tuple[Pass, ...]:
+        """The registered passes, of which only schedules tell what they do."""
+        return own_passes(self.passes)
+
+    @property
+    def as_summarised(self) -> PlanningProblem:
+        """The problem without registered passes, as summaries know it."""
+        return replace(self, passes=PIPELINE) if self.own_passes else self
 
     def differs_in_limits(self, other: PlanningProblem) -> bool:
         """Tells whether it differs from another problem at most in the bytes of its device and its host."""
@@ -45,7 +57,7 @@ class PlanningProblem:
     def _of_figures(self) -> tuple[object, ...]:
         disk = None if self.budgets.disk is None else 0
         budgets = replace(self.budgets, device=None, host=None, disk=disk, disk_takes=(), disk_direct=None)
-        return self.machine, self.workspace, replace(budgets, disk_slowdown=0.0, disk_days=0.0)
+        return self.machine, self.workspace, self.passes, replace(budgets, disk_slowdown=0.0, disk_days=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import mtcompile
 from mtcompile import checkpoint
 from mtcompile.cli.app import app
 from mtcompile.models.decoders import SHAPES
+from mtcompile.passes import PIPELINE, pipeline
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -61,6 +62,9 @@ def test_the_pass_of_the_page_runs_and_does_what_it_says() -> None:
         exec(compile(part, "writing-a-pass.md", "exec"), space)
     copies = [i for i in space["schedule"].instructions if (i.queue, i.op) == ("h2d", "copy")]
     assert len(copies) > 8 and {len(i.reads) for i in copies} == {1}
+    planned = space["forecast"].planned
+    assert {len(i.reads) for i in planned.schedule.instructions if (i.queue, i.op) == ("h2d", "copy")} == {1}
+    assert any("one_copy_per_value" in note for note in planned.plan.notes) and pipeline() == PIPELINE
     first = code(DOCS / "writing-a-pass.md", "python")[0]
     assert len(first.strip().splitlines()) <= 30
 
@@ -195,7 +199,7 @@ def test_the_versions_page_is_that_of_the_package() -> None:
 def reference() -> str:
     """Returns the text of docs/api.md: every public name with its signature and docstring."""
     lines = ["# Reference", "", "Generated from the docstrings by `python -m tests.project.test_docs`.", ""]
-    names = [*mtcompile.__all__, *(f"checkpoint.{name}" for name in checkpoint.__all__)]
+    names = [*mtcompile.__all__, *(f"checkpoint.{name}" for name in checkpoint.__all__), "passes.register"]
     for name in sorted(names):
         public = operator.attrgetter(name)(mtcompile)
         lines += [f"## mtcompile.{name}", "", *_described(public)]

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from mtcompile.compiler import JointStep, PlannedStep, Target, built_step
+from mtcompile.compiler import JointStep, PlannedStep, Target, built_step, pass_errors
 from mtcompile.execution.calibration import speeds
 from mtcompile.execution.compiled import CompiledStep
 from mtcompile.execution.elastic.speeds import Recent, Speeds, drift_of
@@ -123,7 +123,9 @@ class Elastic:
         if job.error is not None:
             warnings.warn(f"elastic: no plan was made for the speeds of the last steps: {job.error!r}", stacklevel=2)
         faster = job.plan is not None and job.plan.total_us <= (1 - GAIN) * job.before_us
-        if faster and job.plan is not None and self._swap(job, job.plan, known):
+        with pass_errors():
+            swapped = faster and job.plan is not None and self._swap(job, job.plan, known)
+        if swapped:
             self._rests = self._rests_until = 0
         else:
             self._rest()

@@ -303,7 +303,9 @@ def _fastest(fixed: PlanningProblem, planned: Planned, candidates: Candidates, s
     # The bound is that of any choice of homes on disk.
     bound = None if planned.plan.certificate is None else candidates.certificate(problem.budgets.device, problem.budgets.host)
     minimum = min(planned.plan.minimum_device_bytes, candidate.plan.peak_bytes["device"])
-    planned = candidates.planned(candidate.plan)
+    before, planned = planned, candidates.planned(candidate.plan)
+    if not fits(planned.plan, problem.budgets):  # with registered passes, which the variants' figures leave out
+        return fixed, before
     planned = replace(planned, plan=replace(planned.plan, minimum_device_bytes=minimum, certificate=bound))
     check_worthwhile(varied, planned.plan)
     return varied, planned

@@ -150,4 +150,3 @@ class Solver:
         highs.clearSolver()  # what was solved before must not show: of several optima, the same one is taken every time
         highs.changeColsBounds(len(changed), changed, *(numpy.ascontiguousarray(bounds[changed, side]) for side in (0, 1)))
         highs.changeRowsBounds(rows, numpy.arange(rows, dtype=numpy.int32), lowest, limits)
-

@@ -1,0 +1,79 @@
+"""Plans a step with registered passes, of which only schedules tell what they do.
+
+    budgets ──► search, by summaries without the passes ──► its best few plans ──► their schedules with the passes ──► fastest
+       ▲                                                                                      │
+       └──────────────────── less, or more, by the bytes that the passes add ◄────────────────┘
+
+A search is as good as the summaries are near: what passes do to all plans alike changes no choice, but for their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.evaluate import completed, evaluate, identity, shortfall
+from mtcompile.passes.planning.frontier import fits, missing_nbytes
+from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned
+from mtcompile.passes.registered import names_of
+
+_SEARCHES = 3  # the first, and those within as many bytes less or more as the passes then add
+_OTHERS = 3  # plans whose schedules are looked at beside that of the best one
+_WORTH = 0.01  # of a budget: for less that passes spare, there is no further search
+
+
+def plan_by_schedules(candidates: Candidates, budgets: Budgets, known: Plan | None = None) -> Planned:
+    """Returns the plan that is the fastest within the budgets, by their schedules, of the best few that searches without the
+    registered passes find. ``known``: as for ``Candidates.best``. Raises DoesNotFit and PassFailed."""
+    problem = replace(candidates.problem, budgets=replace(candidates.problem.budgets, device=budgets.device, host=budgets.host))
+    if known is not None and fits((again := evaluate(problem, known)).plan, problem.budgets):
+        return completed(problem, again, known.minimum_device_bytes, None)
+    judged, fitting, added = dict[Hashable, Candidate](), list[Candidate](), dict[str, int]()
+    for _ in range(_SEARCHES):
+        within = _less(problem.budgets, added)
+        try:
+            planned = candidates.best(within.device, within.host)
+        except DoesNotFit as error:
+            if fitting:
+                break
+            if error.minimum > (problem.budgets.nbytes[error.tier] or 0):
+                raise
+            planned = candidates.least()  # it fits by its schedule, which needs less than is known without the passes
+        judged[identity(planned.plan)] = Candidate(planned.plan, lambda schedule=planned.schedule: schedule)
+        others = candidates.others(within, _OTHERS)
+        for done, plan in enumerate(others, 1):
+            candidates.progress(f"planning with {names_of(problem.own_passes)}, by schedules", done, 1 + len(others))
+            if identity(plan) not in judged:
+                judged[identity(plan)] = evaluate(problem, plan)
+        fitting = [each for each in judged.values() if fits(each.plan, problem.budgets)]
+        before, added = added, _added(candidates, planned.plan)
+        if added == before or (fits(planned.plan, problem.budgets) and _spare_little(problem.budgets, before, added)):
+            break
+    if not fitting:
+        leanest = min(judged.values(), key=lambda each: missing_nbytes(each.plan, problem.budgets))
+        limits = [(tier, n) for tier, n in problem.budgets.nbytes.items() if n is not None]
+        raise shortfall(leanest, next(tier for tier, n in limits if leanest.plan.peak_bytes[tier] > n), problem.step)
+    best = min(fitting, key=lambda each: each.plan.total_us)
+    minimum = min(each.plan.peak_bytes["device"] for each in fitting)
+    return completed(problem, best, minimum, None)
+
+
+def _less(budgets: Budgets, added: Mapping[str, int]) -> Budgets:
+    """Returns the budgets without the bytes that passes add to what a search knows."""
+    left = {tier: n if n is None else max(0, n - added.get(tier, 0)) for tier, n in budgets.nbytes.items()}
+    return replace(budgets, device=left["device"], host=left["host"])
+
+
+def _added(candidates: Candidates, plan: Plan) -> dict[str, int]:
+    """Returns the bytes by which a plan's peaks, by its schedule, are above those that a search knows."""
+    known = candidates.evaluate(plan).plan.peak_bytes
+    return {tier: plan.peak_bytes[tier] - known[tier] for tier in ("device", "host")}
+
+
+def _spare_little(budgets: Budgets, counted: Mapping[str, int], added: Mapping[str, int]) -> bool:
+    """Tells whether passes add about as many bytes as a search counted on, or more."""
+    limits = [(tier, n) for tier, n in budgets.nbytes.items() if n is not None and tier in added]
+    return all(counted.get(tier, 0) - added[tier] <= _WORTH * n for tier, n in limits)
