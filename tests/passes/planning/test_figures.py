@@ -103,7 +103,7 @@ def test_figures_are_those_of_the_schedule(case: str, plans: int) -> None:
 
 @pytest.mark.parametrize("plans", [5, pytest.param(60, marks=pytest.mark.long)])
 @pytest.mark.parametrize("hosts", [1, 2])
-@pytest.mark.parametrize("case", ["cnn", "tied", "mixed"])
+@pytest.mark.parametrize("case", ["chain", "cnn", "tied", "mixed"])
 def test_figures_of_ranks_are_those_of_the_schedule(case: str, hosts: int, plans: int) -> None:
     rnd, ways, combined = random.Random(case), sorted(WAYS), set[str]()
     for number in range(plans):

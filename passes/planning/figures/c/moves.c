@@ -80,11 +80,17 @@ static void append_before(Work *w, Around *around, int64_t position, int32_t cal
     around->before_last[position] = call;
 }
 
+/* Puts a call before the fetches that end the list. */
 static void insert_before(Work *w, Around *around, int64_t position, int32_t call) {
-    if (around->before[position] < 0)
+    int32_t last = -1;
+    for (int32_t other = around->before[position]; other >= 0; other = w->calls[other].next)
+        if (w->calls[other].queue == NETWORK)
+            last = other;
+    int32_t *next = last < 0 ? &around->before[position] : &w->calls[last].next;
+    if (*next < 0)
         around->before_last[position] = call;
-    w->calls[call].next = around->before[position];
-    around->before[position] = call;
+    w->calls[call].next = *next;
+    *next = call;
 }
 
 static void insert_behind(Work *w, Around *around, int64_t position, int32_t call) {
