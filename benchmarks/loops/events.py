@@ -207,7 +207,8 @@ EVENTS: dict[str, Kind] = {
     "schedule": Kind("scheduler.step()", IN_STEP, setup=_SCHEDULER, weight=3),
     "new_optimizer": Kind("optimizer = torch.optim.SGD(model.parameters(), lr=0.05)", IN_STEP),
     "bound_optimizer": Kind(
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.05)\nif compiled:\n    model.bind(optimizer)", IN_STEP
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.05)\nif hasattr(model, 'bind'):\n    model.bind(optimizer)",
+        IN_STEP,
     ),
     "other_optimizer": Kind(
         "second = torch.optim.SGD(model.parameters(), lr=0.05)\nsecond.step()", (BACKWARDED, STEPPED), weight=1

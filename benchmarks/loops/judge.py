@@ -33,6 +33,8 @@ _JARGON = re.compile(
 )
 _LOAD_AGAIN = re.compile(r"load_state_dict|[Ll]oad (a|the last|the) ?checkpoint")
 _NUMBERS = itertools.count()
+# After these, the state that a backward with updates has used is not the one that the program has at a refusal.
+_OTHER_STATE = ("new_optimizer", "bound_optimizer", "change_states")
 _OURS = str(Path(mtcompile.__file__).resolve().parent.parent)
 
 
@@ -187,7 +189,7 @@ def _compared(program: Program, text: str, reference: Ran, ours: Ran) -> Verdict
         says = f"plain raises {type(reference.error).__name__}: {_first_line(reference.error)}; compiled does not"
         return Verdict(DIFFERENT, says, says)
     where = statement(program, ended).splitlines()[0] if ended >= 0 else "before the first statement"
-    if raised and reference.see.now == ended and type(reference.error) is type(error):
+    if reference.error is not None and reference.see.now == ended and isinstance(error, type(reference.error)):
         return _difference(reference.see, ours.see, ended) or Verdict(BOTH_RAISE, _first_line(error))
     refused = isinstance(error, mtcompile.MtcompileError) or (
         isinstance(error, (ValueError, TypeError)) and _raised_in_ours(error)
@@ -229,7 +231,7 @@ def _state_after(program: Program, text: str, ours: Ran) -> Verdict | None:
     ended, error = ours.see.now, ours.error
     if program.reference is not None or "model" not in ours.variables or _LOAD_AGAIN.search(str(error)):
         return None
-    if any(event.kind == "new_optimizer" for event in program.events):  # the backward has used the one that was bound before
+    if any(event.kind in _OTHER_STATE for event in program.events):
         return None
     if "closure" in statement(program, ended):  # forwards, backwards and steps in one statement
         return None

@@ -77,11 +77,15 @@ class CompiledStep:
     def tangents_of(self, gradients: Sequence[torch.Tensor | None]) -> Pattern:
         """The tangents of gradients that arrive: those that this step was traced for, as far as it fits."""
         pattern: list[bool | tuple[int, ...]] = [gradient is not None for gradient in gradients]
-        layouts = {spec.index: self.layouts[name] for spec, name in self.inputs if spec.role == "tangent"}
+        of_outputs = {spec.index: name for spec, name in self.outputs if spec.kind == "output" and name in self.layouts}
+        traced = {spec.index: name for spec, name in self.inputs if spec.role == "tangent"}
         for index, gradient in enumerate(gradients):
-            if gradient is not None and index in layouts and self.tangents is not None:
-                fits = same_strides(gradient.shape, gradient.stride(), layouts[index].stride)
-                pattern[index] = self.tangents[index] if fits else tuple(gradient.stride())
+            if gradient is None or self.tangents is None or (name := (of_outputs | traced).get(index)) is None:
+                continue
+            if not same_strides(gradient.shape, gradient.stride(), self.layouts[name].stride):
+                pattern[index] = tuple(gradient.stride())
+            elif index in traced:
+                pattern[index] = self.tangents[index]
         return tuple(pattern)
 
     def outputs_of_backward(self) -> frozenset[int]:

@@ -93,5 +93,9 @@ def _peak_nbytes(description: Description, tangents: Sequence[torch.Tensor | Non
         gradients = [g for g in _gradients(description, inputs, arriving, wanted) if g is not None and g.requires_grad]
         if gradients:
             sources = [tensor for tensor in inputs if tensor.requires_grad]
-            torch.autograd.grad(gradients, sources, [torch.empty_like(g) for g in gradients], allow_unused=True)
+            try:
+                torch.autograd.grad(gradients, sources, [torch.empty_like(g) for g in gradients], allow_unused=True)
+            except RuntimeError as error:  # as of attention: torch says so itself, to whoever differentiates twice
+                if "is not implemented" not in str(error):
+                    raise
     return int(counted.peak - before)

@@ -75,3 +75,23 @@ def test_micro_batches_see_the_strides_of_the_whole_batch() -> None:
     weighted(compiled(rows).transpose(-1, -2)).backward()
     for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
         assert one.grad is not None and torch.equal(one.grad, other.grad)
+
+
+def test_a_gradient_of_the_logits_alone_has_its_strides_beside_a_loss_that_forward_returns() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(9, 11)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.linear(x)
+            return functional.cross_entropy(logits, torch.arange(12) % 11), logits
+
+    torch.manual_seed(0)
+    plain, x = Head(), torch.randn(12, 9)
+    ours = mtcompile.compile(copy.deepcopy(plain), memory="4MiB", device="cpu")
+    for model in (plain, ours):
+        loss, logits = model(x)
+        loss.backward(retain_graph=True)
+        (0.1 * logits.sum()).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), ours.parameters(), strict=True))  # type: ignore

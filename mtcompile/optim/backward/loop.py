@@ -57,6 +57,7 @@ class Loop:
         self._wholeness, self._check_step = wholeness, check_step
         self._used: Mapping[str, nn.Parameter] = {}  # whose gradients the last backward has used
         self._left: Versions | None = None  # of weights and state after it, if updates have ended
+        self._writes: torch_private.DataWrites | None = None  # to the weights through ``.data``, from then to the step
         self._hidden: list[tuple[nn.Parameter, UsedGradient]] = []  # from the optimizer's own step, while it runs
         self._optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[Any] = []  # of the optimizer, that before a step first
@@ -92,7 +93,7 @@ class Loop:
 
     def release(self) -> None:
         """Forgets the parameters."""
-        self._used, self._hidden = {}, []
+        self._used, self._hidden, self._writes = {}, [], None
 
     # ------------------------------------------------------------------------------------------------- events of the model
 
@@ -148,7 +149,7 @@ class Loop:
         """Notes a backward that has updated these parameters. ``ended``: False if updates still run."""
         for parameter in trained.values():
             parameter.grad = UsedGradient(parameter, USED)
-        self._used, self.stepped, self._left = trained, False, None
+        self._used, self.stepped, self._left, self._writes = trained, False, None, None
         if ended:
             self.updated()
         if self._optimizer is not None and not is_running(self._optimizer):  # else torch is going through the hooks
@@ -159,6 +160,7 @@ class Loop:
         if not self.stepped and self._left is None and self._optimizer is not None:
             with torch_private.process_lock:  # state does not wait for this look at it
                 self._left = versions_of(self._optimizer)
+                self._writes = torch_private.DataWrites(self._used.values())
 
     def before_loading(self, *_: Any) -> None:
         """Notes that weights or state are loaded. Between a backward and its step, the one without the other is of no step."""
@@ -179,6 +181,8 @@ class Loop:
             self._spoil(f"the gradient of {name} was {did}")
         if self._left is not None and self._optimizer is not None and versions_of(self._optimizer) != self._left:
             self._spoil("weights or optimizer state were changed")
+        if (writes := self._writes) is not None and any(map(writes.change_of, self._used.values())):
+            self._spoil("weights were changed through .data")
 
     def _spoil(self, why: str) -> None:
         self.stepped = True

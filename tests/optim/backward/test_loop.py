@@ -138,6 +138,10 @@ def change_weights(loop: Loop) -> None:
         loop.first.mul_(0.5)
 
 
+def change_weights_unseen(loop: Loop) -> None:
+    loop.first.data.mul_(0.5)
+
+
 def clear_state(loop: Loop) -> None:
     loop.optimizer.state.clear()
 
@@ -227,6 +231,7 @@ EVENTS: dict[str, Callable[[Loop], Any]] = {
     "train with the one skipped": lambda loop: train(loop, lambda: loop.loss() + loop.kept),
     "train at another size": lambda loop: train(loop, lambda: loop.model(loop.batch()[:5]).square().mean()),
     "change weights": change_weights,
+    "change weights through .data": change_weights_unseen,
     "change state": change_state,
     "clear state": clear_state,
 }
