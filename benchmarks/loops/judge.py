@@ -253,7 +253,9 @@ def _state_after(program: Program, text: str, ours: Ran) -> Verdict | None:
             torch.nn.utils.clip_grad_norm_(before["model"].parameters(), options["max_grad_norm"])
         type(before["optimizer"]).step.__wrapped__(before["optimizer"])  # the update alone, without the step's hooks
         after = _state(before)
-        if _differs(after, found) is None:
+        if all(_differs(after.get(part), found.get(part)) is None for part in ("weights", "buffers")) and (
+            _differs(after.get("optimizer", {}).get("state"), found.get("optimizer", {}).get("state")) is None
+        ):  # options of the optimizer may have been changed since
             return None
     return None if path is None else Verdict(DIFFERENT, f"state{path} has changed", f"state{_general(path)}")
 

@@ -159,6 +159,7 @@ class Loop:
         """Notes that the updates of the last backward have ended, before anybody else changes what they have changed."""
         if not self.stepped and self._left is None and self._optimizer is not None:
             with torch_private.process_lock:  # state does not wait for this look at it
+                _put_in_plain_order(self._optimizer)
                 self._left = versions_of(self._optimizer)
                 self._writes = torch_private.DataWrites(self._used.values())
 
@@ -236,6 +237,16 @@ class Loop:
         for parameter, _ in hidden:
             parameter.grad = None
         return hidden
+
+
+def _put_in_plain_order(optimizer: torch.optim.Optimizer) -> None:
+    """Orders the entries of an optimizer's state as its own step would have made them: by its groups."""
+    state: dict[Any, Any] = optimizer.state
+    ordered = [p for group in optimizer.param_groups for p in group["params"] if p in state]
+    if len(ordered) == len(state) and any(one is not other for one, other in zip(ordered, state, strict=True)):
+        entries = [(parameter, state[parameter]) for parameter in ordered]
+        state.clear()
+        state.update(entries)
 
 
 def _show(hidden: Iterable[tuple[nn.Parameter, UsedGradient]]) -> None:
