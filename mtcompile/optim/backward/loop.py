@@ -58,6 +58,7 @@ class Loop:
         self._used: Mapping[str, nn.Parameter] = {}  # whose gradients the last backward has used
         self._left: Versions | None = None  # of weights and state after it, if updates have ended
         self._writes: torch_private.DataWrites | None = None  # to the weights through ``.data``, from then to the step
+        self._ordered = 0  # entries of the optimizer's state that are in plain PyTorch's order
         self._hidden: list[tuple[nn.Parameter, UsedGradient]] = []  # from the optimizer's own step, while it runs
         self._optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[Any] = []  # of the optimizer, that before a step first
@@ -81,7 +82,7 @@ class Loop:
             )
         for hook in self._hooks:
             hook.remove()
-        self._optimizer, _FOLLOWED[optimizer] = optimizer, weakref.ref(self)
+        self._optimizer, _FOLLOWED[optimizer], self._ordered = optimizer, weakref.ref(self), 0
         after = optimizer.register_step_post_hook(weakly(self._after_step))
         torch_private.move_hook(after, last=False)  # hooks of the user's see the gradients again
         self._hooks = [
@@ -157,9 +158,13 @@ class Loop:
 
     def updated(self) -> None:
         """Notes that the updates of the last backward have ended, before anybody else changes what they have changed."""
-        if not self.stepped and self._left is None and self._optimizer is not None:
-            with torch_private.process_lock:  # state does not wait for this look at it
+        if self._optimizer is None:
+            return
+        with torch_private.process_lock:  # state does not wait for this look at it
+            if len(self._optimizer.state) != self._ordered:
                 _put_in_plain_order(self._optimizer)
+                self._ordered = len(self._optimizer.state)
+            if not self.stepped and self._left is None:
                 self._left = versions_of(self._optimizer)
                 self._writes = torch_private.DataWrites(self._used.values())
 
