@@ -20,6 +20,17 @@ The same block under a plan that keeps W on the host, lets x wait there, recompu
 
 (``block_backward_r`` has the forward's operations in front of the backward's, so nothing is saved.)
 
+Who knows what: each room imports only rooms below it, so that proofs and rewrites do not know how a plan was found.
+
+    cuts        other forms of a step, whose operations are cut; which of them is taken
+    planning    how plans are found: choices, summaries, the bound, the search
+    lower       a rewritten step as a schedule
+    rewrites    the passes of the pipeline
+    proof       that cuts, rewritten steps and schedules do what was captured
+    joint       joint graphs, before they are regions
+    analysis    costs, lives and bytes of a step
+    plan        decisions
+
 A pass is one function ``(step, plan) -> step``; it may change the graph it is given, a copy of the step. Searches have the
 figures of plans from summaries of the step (``planning/figures``), which know what these passes do. One of your own comes in
 by ``register``.

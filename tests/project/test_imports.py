@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -59,6 +60,24 @@ def test_proofs_import_neither_planning_nor_what_rewrites() -> None:
         for module, name, line in imports_of(path)
         if f"{module}.{name}".startswith(rewriting) and module not in described
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_of_passes_import_only_those_below_them() -> None:
+    """In the order in which the docstring of ``passes`` lists them."""
+    text = (ROOT / "passes/__init__.py").read_text().partition("Who knows what")[2].partition("A pass is")[0]
+    rooms = {f"mtcompile.passes.{room}": place for place, room in enumerate(re.findall(r"^    (\w+) {2,}\S", text, re.M))}
+    assert {f"mtcompile.passes.{path.parent.name}" for path in (ROOT / "passes").glob("*/__init__.py")} < rooms.keys()
+
+    def place_of(module: str) -> int | None:
+        return rooms.get(".".join(module.split(".")[:3]))
+
+    wrong = []
+    for path in sources("passes"):
+        for module, name, line in imports_of(path):
+            own, reached = place_of(module_name(path)), place_of(f"{module}.{name}")
+            if own is not None and reached is not None and reached < own:
+                wrong.append(f"{name_of(path)}:{line}: imports {module}")
     assert not wrong, "\n".join(wrong)
 
 
