@@ -58,8 +58,8 @@ def write_joint(key: str | None, joint: fx.GraphModule) -> None:
 
 
 def plan_key(problem: PlanningProblem, *constraints: Any) -> str | None:
-    """Hashes the step graph, the bodies of its kernels, the constraints on the plan, and what registered passes do; None where
-    nothing says that."""
+    """Hashes the step graph, the bodies of its kernels, the constraints on the plan, and what registered passes do; None if
+    one of these uses a value that no text describes."""
     step, own = problem.step, [(transform, problem.passes.index(transform)) for transform in problem.own_passes]
     try:
         constraints = *constraints, *_constraints(problem), *map(key_of, own)

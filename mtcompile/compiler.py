@@ -228,7 +228,7 @@ def prove(best: PlannedStep, built: BuiltStep, input_homes: InputHomes) -> None:
 
 @contextlib.contextmanager
 def pass_errors() -> Iterator[None]:
-    """Raises what a registered pass has done as the public error, with its cause."""
+    """Raises PassError, the public error, in place of PassFailed, with the same cause."""
     try:
         yield
     except PassFailed as error:

@@ -37,7 +37,7 @@ class CaptureError(MtcompileError):
 
 class PassError(MtcompileError):
     """Raised if a pass that you registered (``mtcompile.passes.register``) fails, or changes what a step computes. Its cause is
-    the error of the pass, or that of the check or proof that its step did not pass, which names what does not hold."""
+    the error of the pass, or that of the check or proof that its step failed, which names what does not hold."""
 
 
 class BudgetError(MtcompileError):
@@ -81,7 +81,7 @@ def device_ended(where: str, cause: str) -> MtcompileError:
 
 def told_briefly(function: Callable[P, V]) -> Callable[P, V]:
     """Lets errors of mtcompile leave a function without the frames that they came through, unless MT_DEBUG is set. The cause of
-    a PassError is the user's own, and stays."""
+    a PassError stays: it is about the user's own pass."""
 
     @functools.wraps(function)
     def brief(*args: P.args, **kwargs: P.kwargs) -> V:

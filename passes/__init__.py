@@ -20,7 +20,8 @@ The same block under a plan that keeps W on the host, lets x wait there, recompu
 
 (``block_backward_r`` has the forward's operations in front of the backward's, so nothing is saved.)
 
-Who knows what: each room imports only rooms below it, so that proofs and rewrites do not know how a plan was found.
+Who knows what: each room, a package or module here, imports only rooms below it, so that proofs and rewrites do not know how a
+plan was found.
 
     cuts        other forms of a step, whose operations are cut; which of them is taken
     planning    how plans are found: choices, summaries, the bound, the search
@@ -31,9 +32,9 @@ Who knows what: each room imports only rooms below it, so that proofs and rewrit
     analysis    costs, lives and bytes of a step
     plan        decisions
 
-A pass is one function ``(step, plan) -> step``; it may change the graph it is given, a copy of the step. Searches have the
-figures of plans from summaries of the step (``planning/figures``), which know what these passes do. One of your own comes in
-by ``register``.
+A pass is one function ``(step, plan) -> step``; it may change the graph it is given, a copy of the step. Searches take the
+figures of plans from summaries of the step (``planning/figures``), which know what these passes do. ``register`` adds a pass of
+your own.
 """
 
 from __future__ import annotations
@@ -75,22 +76,22 @@ def register(transform: Pass, after: Pass | str | None = None) -> Registered:
     """Puts a pass of your own into the pipeline of this process, and returns a handle whose ``remove()`` takes it out again;
     so does leaving a ``with`` block.
 
-    transform  a function ``(step, plan) -> step``, given the step graph, an ``fx.GraphModule``, that it may change
-    after      the pass behind which it comes, or that pass's name: one of ``mtcompile.passes.PIPELINE``, or one that you
+    transform  a function ``(step, plan) -> step``; it may change the step graph that it is given, an ``fx.GraphModule``
+    after      the pass that it follows, or that pass's name: one of ``mtcompile.passes.PIPELINE``, or one that you
                registered; default: the last one
 
-    What is planned from now on uses it: each plan is chosen by the schedules that it has with the pass, which is in every
-    listing, and each schedule is proven as always. What was planned before keeps its plan. Plans are cached by the pass's
-    code, that of the functions it calls in its own package, and the values it uses; if these cannot be told, as those of
-    tensors cannot, nothing is cached.
+    What is planned from now on uses it: plans are compared by their schedules with the pass, which is in every listing, and
+    each schedule is proven as always. What was planned before keeps its plan. Plans are cached by the pass's code, the code
+    of the functions it calls in its own package, and the values it uses. If no text describes a value, such as a tensor,
+    nothing is cached.
 
-    Raises TypeError if it is no function, and ValueError if it is in the pipeline already or ``after`` is not. An error in it
-    or in what it returns is a ``PassError`` later, when a step is planned.
+    Raises TypeError if it is not a function, and ValueError if it is in the pipeline already or if ``after`` is not in it. An
+    error in the pass or in what it returns becomes a ``PassError`` later, when a step is planned.
     """
     if not callable(transform):
         raise TypeError(f"expected a function (step, plan) -> step, found {type(transform).__name__}")
     if transform in _current:
-        raise ValueError(f"expected a pass that is not in the pipeline, found {name_of(transform)}, which is: remove it first")
+        raise ValueError(f"expected a pass that is not in the pipeline yet, found {name_of(transform)}: remove it first")
     names = [name_of(each) for each in _current]
     found = [place for place, each in enumerate(_current) if after is None or each is after or names[place] == after]
     if not found:
@@ -116,8 +117,8 @@ def rewrite(
     after: Callable[[str, fx.GraphModule], None] | None = None,
     passes: tuple[Pass, ...] | None = None,
 ) -> fx.GraphModule:
-    """Returns a rewritten copy of ``step``. ``after``: called with (name, step) after each pass. ``passes``: default: as
-    ``pipeline`` returns them. Raises PassFailed for an error in a registered one."""
+    """Returns a rewritten copy of ``step``. ``after``: called with (name, step) after each pass. ``passes``: those to
+    apply; default: those of ``pipeline``. Raises PassFailed for an error in a registered one."""
     step = copy_step(step)
     for transform in pipeline() if passes is None else passes:
         step = transform(step, plan) if transform in PIPELINE else applied(transform, step, plan)

@@ -1,5 +1,5 @@
-"""Passes of one's own, which ``mtcompile.passes.register`` puts into the pipeline: whose error is whose, and how caches tell
-them apart."""
+"""Registered passes, which users put into the pipeline with ``mtcompile.passes.register``: which errors are theirs, and how
+caches tell them apart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import fx
 
 
 class PassFailed(Exception):
-    """Raised if a pass of one's own raises, or what it returns is no step graph or does not do what the step did. Its cause is
+    """Raised if a registered pass raises, or if what it returns is no step graph or does not do what the step did. Its cause is
     the error that showed that."""
 
 
@@ -48,7 +48,7 @@ def names_of(passes: Sequence[Callable[..., Any]]) -> str:
 
 
 def applied(transform: Callable[..., fx.GraphModule], step: fx.GraphModule, plan: object) -> fx.GraphModule:
-    """Returns what a pass of one's own makes of a step. Raises PassFailed."""
+    """Returns what a registered pass makes of a step. Raises PassFailed."""
     with blaming((transform,), "failed"):
         rewritten = transform(step, plan)
         if not isinstance(rewritten, fx.GraphModule):
@@ -59,7 +59,7 @@ def applied(transform: Callable[..., fx.GraphModule], step: fx.GraphModule, plan
 
 @contextlib.contextmanager
 def blaming(passes: Sequence[Callable[..., Any]], what: str) -> Iterator[None]:
-    """Raises PassFailed, which says ``what`` these passes of one's own did, for any error inside; if there are none, the error
+    """Raises PassFailed, which says ``what`` these registered passes did, for any error inside; if there are none, the error
     itself is raised."""
     try:
         yield
@@ -70,18 +70,18 @@ def blaming(passes: Sequence[Callable[..., Any]], what: str) -> Iterator[None]:
             raise
         kind = "" if type(error).__module__.startswith("mtcompile.") else f"{type(error).__name__}: "
         raise PassFailed(
-            f"the pass{'es' * (len(passes) > 1)} {names_of(passes)}, registered by mtcompile.passes.register, {what}: {kind}"
-            f"{error}\n  correct {'it' if len(passes) == 1 else 'them'}, or take {'it' if len(passes) == 1 else 'one'} out by "
-            "the handle's remove(); MT_DEBUG=3 prints the step after each pass"
+            f"the pass{'es' * (len(passes) > 1)} {names_of(passes)}, registered with mtcompile.passes.register, {what}: {kind}"
+            f"{error}\n  correct {'it' if len(passes) == 1 else 'them'}, or take {'it' if len(passes) == 1 else 'one'} out "
+            "with the handle's remove(); MT_DEBUG=3 prints the step after each pass"
         ) from error
 
 
 class NotKnown(Exception):
-    """Raised for a pass that depends on what no text says."""
+    """Raised for a pass that depends on a value that no text describes."""
 
 
 def key_of(value: Any, known: tuple[Any, ...] = ()) -> str:
-    """Returns a text that is equal for passes of one's own that do the same: of their code as it was compiled, of what they
+    """Returns a text that is equal for registered passes that do the same. It is made of their compiled code, of what they
     call in their own package, and of the values that they use. ``known``: functions and classes around it. Raises NotKnown."""
 
     def key(*parts: Any) -> str:

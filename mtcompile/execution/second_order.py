@@ -95,7 +95,7 @@ def _peak_nbytes(description: Description, tangents: Sequence[torch.Tensor | Non
             sources = [tensor for tensor in inputs if tensor.requires_grad]
             try:
                 torch.autograd.grad(gradients, sources, [torch.empty_like(g) for g in gradients], allow_unused=True)
-            except RuntimeError as error:  # as of attention: torch says so itself, to whoever differentiates twice
+            except RuntimeError as error:  # as for attention: torch says so itself when one differentiates twice
                 if "is not implemented" not in str(error):
                     raise
     return int(counted.peak - before)

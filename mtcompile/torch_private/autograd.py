@@ -173,7 +173,7 @@ def in_transform() -> bool:
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Tells whether a tensor was made within a transform of ``torch.func`` and left it: it has no storage of its own."""
+    """Tells whether a tensor was made within a transform of ``torch.func`` and left it; it then has no storage of its own."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 

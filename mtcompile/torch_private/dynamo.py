@@ -388,8 +388,8 @@ def tracing_limits_of_deques() -> None:
 @functools.cache
 def keeping_later_attributes() -> None:
     """Lets Dynamo keep what a forward assigns to attributes of a module after a hook of an intermediate value or a
-    ``torch.cond``: it goes on with a copy of its list of changes there, but what stands for ``__dict__`` keeps the first one
-    (seen in torch 2.13)."""
+    ``torch.cond``. Dynamo goes on with a copy of its list of changes there, but its stand-in for ``__dict__`` keeps the first
+    list (seen in torch 2.13)."""
     from torch._dynamo.variables import dicts
 
     proxy: Any = getattr(dicts, "SideEffectsProxyDict", None)

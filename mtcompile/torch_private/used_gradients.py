@@ -41,7 +41,7 @@ class UsedGradient(torch.Tensor):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             attribute: Any = func.__self__  # type: ignore[attr-defined]
-            # The property that stands for ``.data`` (see data_writes.py) has no name, as all properties before Python 3.13.
+            # The property that stands for ``.data`` (see data_writes.py) has no name; nor has any property before Python 3.13.
             name = "data" if attribute is torch.Tensor.data else getattr(attribute, "__name__", "")
         used = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, UsedGradient)]
         if name in _ZEROING:

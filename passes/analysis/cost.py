@@ -139,7 +139,7 @@ class Machine:
         return (through_host + CROSSINGS[kind] * (hosts - 1) / hosts * nbytes / self.network_gbps) / 1e3
 
     def gathering_ranks(self, hosts: int) -> int:
-        """How many ranks of one of ``hosts`` bring a share each of what the others have."""
+        """How many ranks of one of the ``hosts`` each bring a share of what the other hosts have."""
         return max(1, self.updating_ranks // hosts)
 
     def contention_us(self, nbytes: int) -> float:

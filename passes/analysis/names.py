@@ -1,4 +1,4 @@
-"""The names by which people know the values of a step: the module that makes one, and the operation that it results from."""
+"""Names of a step's values for a reader: the module that makes a value, and the operation that it results from."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _WHEN = {"forward": "", "backward": " of the backward"}
 
 def value_names(step: fx.GraphModule) -> Mapping[str, str]:
     """Returns value -> its name for a reader, such as ``layers.3.mlp/silu``: of inputs and outputs, the user's own. Of several
-    results of the same operation in a module, the second is ``layers.3.mlp/silu#2``. ``step``: before any rewrite or after, of
-    which the values are then those of its schedule's buffers, too."""
+    results of the same operation in a module, the second is ``layers.3.mlp/silu#2``. ``step``: before any rewrite or after.
+    After rewrites, the names also apply to the values of its schedule's buffers."""
     names = {node.name: spec.name for spec, node in inputs_of(step)}
     given = {source(value).name: f"{_WORDS[spec.kind]}{spec.name}" for spec, value in outputs_of(step)}
     counts, operations = Counter[str](), dict[str, list[str]]()
@@ -39,7 +39,7 @@ def value_names(step: fx.GraphModule) -> Mapping[str, str]:
 
 
 def _operation(result: fx.Node) -> str:
-    """The name of the operation that a body's result is made by."""
+    """The name of the operation that makes a body's result."""
     while result.target is operator.getitem:
         result = result.all_input_nodes[0]
     name = str(result.target) if hasattr(result.target, "_schema") else getattr(result.target, "__name__", result.name)

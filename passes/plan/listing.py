@@ -1,4 +1,4 @@
-"""Decisions for a reader: those together that decide the same for the same reason, as equal blocks do."""
+"""Groups decisions for a reader: those that decide the same for the same reason, as for equal blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Alike(NamedTuple):
 
 
 def alike(decisions: Sequence[Decision], names: Mapping[str, str]) -> Iterator[Alike]:
-    """Yields decisions by kind, and those together whose reasons are the same but for their figures. ``names``: of values."""
+    """Yields decisions by kind, grouped where their reasons differ only in figures. ``names``: of values."""
     groups: dict[tuple[str, ...], list[Decision]] = {}
     for d in sorted(decisions, key=lambda each: _KINDS.index(each.kind)):
         form = _FIGURE.sub("", d.reason)
@@ -44,7 +44,7 @@ def _within(names: Sequence[str]) -> Iterator[str]:
 
 
 def _joined(reasons: Sequence[str]) -> str:
-    """One sentence of several that are the same but for their figures."""
+    """Makes one sentence of several that differ only in their figures."""
     columns = zip(*(_FIGURE.findall(reason) for reason in reasons), strict=True)
     ranges = []
     for column in columns:

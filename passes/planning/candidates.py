@@ -93,8 +93,8 @@ class Candidates:
         return candidates
 
     def evaluate(self, plan: Plan) -> Candidate:
-        """Returns the plan with its figures, which leave registered passes out: its schedule has them. Evaluates it, and counts
-        that, unless one that decides the same was: many do."""
+        """Returns the plan with its figures, which leave registered passes out: only its schedule includes these. Evaluates it,
+        and counts that, unless a plan with the same decisions was evaluated before, which is often so."""
         key = identity(plan)
         if (figures := self._figures.get(key)) is None:
             self.evaluations += 1

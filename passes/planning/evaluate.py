@@ -29,15 +29,15 @@ _WAITS: Mapping[Queue, str] = {"h2d": "copies to it", "d2h": "copies from it", "
 
 
 def evaluate(problem: PlanningProblem, plan: Plan) -> Candidate:
-    """Fills in a plan's peaks and predicted times, by its schedule. Searches have them from summaries (see ``figures``). Raises
+    """Fills in a plan's peaks and predicted times, by its schedule. Searches take them from summaries (see ``figures``). Raises
     PassFailed for an error in a registered pass."""
     schedule = _lowered(problem, rewrite(problem.step, plan, passes=problem.passes), plan)
     return Candidate(_with_figures(problem, plan, schedule, waits(schedule)), lambda: schedule)
 
 
 def judged(problem: PlanningProblem, candidate: Candidate) -> Candidate:
-    """Returns a candidate with the figures of its schedule, which those that a search has are not if there are registered
-    passes."""
+    """Returns a candidate with the figures of its schedule. With registered passes, these differ from the figures that a
+    search has."""
     return evaluate(problem, candidate.plan) if problem.own_passes else candidate
 
 

@@ -1,10 +1,11 @@
-"""Plans a step with registered passes, of which only schedules tell what they do.
+"""Plans a step with registered passes; only schedules show what these do.
 
     budgets ──► search, by summaries without the passes ──► its best few plans ──► their schedules with the passes ──► fastest
        ▲                                                                                      │
        └──────────────────── less, or more, by the bytes that the passes add ◄────────────────┘
 
-A search is as good as the summaries are near: what passes do to all plans alike changes no choice, but for their bytes.
+A search is as good as its summaries are accurate. What passes do to all plans alike changes no choice, except by the bytes
+that they add or save.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from mtcompile.passes.planning.frontier import fits, missing_nbytes
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned
 from mtcompile.passes.registered import names_of
 
-_SEARCHES = 3  # the first, and those within as many bytes less or more as the passes then add
+_SEARCHES = 3  # the first, and those within fewer or more bytes, by what the passes add or save
 _OTHERS = 3  # plans whose schedules are looked at beside that of the best one
-_WORTH = 0.01  # of a budget: for less that passes spare, there is no further search
+_WORTH = 0.01  # of a budget: if passes save less than this, there is no further search
 
 
 def plan_by_schedules(candidates: Candidates, budgets: Budgets, known: Plan | None = None) -> Planned:
-    """Returns the plan that is the fastest within the budgets, by their schedules, of the best few that searches without the
+    """Returns the plan whose schedule is the fastest within the budgets, of the best few plans that searches without the
     registered passes find. ``known``: as for ``Candidates.best``. Raises DoesNotFit and PassFailed."""
     problem = replace(candidates.problem, budgets=replace(candidates.problem.budgets, device=budgets.device, host=budgets.host))
     if known is not None and fits((again := evaluate(problem, known)).plan, problem.budgets):
@@ -62,7 +63,7 @@ def plan_by_schedules(candidates: Candidates, budgets: Budgets, known: Plan | No
 
 
 def _less(budgets: Budgets, added: Mapping[str, int]) -> Budgets:
-    """Returns the budgets without the bytes that passes add to what a search knows."""
+    """Returns the budgets less the bytes that passes add to those that a search knows."""
     left = {tier: n if n is None else max(0, n - added.get(tier, 0)) for tier, n in budgets.nbytes.items()}
     return replace(budgets, device=left["device"], host=left["host"])
 

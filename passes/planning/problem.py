@@ -23,7 +23,7 @@ from mtcompile.runtime.usage import held_between_phases
 class PlanningProblem:
     """A step to be planned. ``step``: the step graph before any rewrite. ``workspace``: bytes that a kernel's body needs beside
     its operands. ``fixed_homes``: home tier of each block that is decided already, by the model's first program or by
-    tensors of the user's that share its memory. ``numerics``: what holds for its values. ``passes``: rewrite it."""
+    tensors of the user's that share its memory. ``numerics``: what holds for its values. ``passes``: those that rewrite it."""
 
     step: fx.GraphModule
     machine: Machine
@@ -35,7 +35,7 @@ class PlanningProblem:
 
     @property
     def own_passes(self) -> tuple[Pass, ...]:
-        """The registered passes, of which only schedules tell what they do."""
+        """The registered passes; only schedules show what these do."""
         return own_passes(self.passes)
 
     @property

@@ -33,7 +33,7 @@ _AS_LONG = 1e-3  # µs: times that differ by less are equal
 
 def with_reasons(problem: PlanningProblem, plan: Plan, step: fx.GraphModule, schedule: Schedule, trace: Trace) -> Plan:
     """Returns the plan with the reason of each decision, and with names for the values that these are about. ``step``: as the
-    plan rewrites it; ``schedule``: of it; ``trace``: predicted of that."""
+    plan rewrites it; ``schedule``: that of this step; ``trace``: what is predicted of the schedule."""
     reasons, names = Reasons(problem, plan, step, schedule, trace), value_names(problem.step)
     decisions = tuple(map(reasons.given, plan.decisions))
     about = dict.fromkeys(name for each in decisions for name in (each.subject, *each.values))
@@ -41,7 +41,7 @@ def with_reasons(problem: PlanningProblem, plan: Plan, step: fx.GraphModule, sch
 
 
 class Reasons:
-    """What the decisions of a plan cost, for ``with_reasons``, which see."""
+    """Works out what the decisions of a plan cost. The arguments are those of ``with_reasons``."""
 
     def __init__(self, problem: PlanningProblem, plan: Plan, step: fx.GraphModule, schedule: Schedule, trace: Trace) -> None:
         self.problem, self.plan, self.machine = problem, plan, problem.machine
@@ -117,7 +117,7 @@ class Reasons:
         return f"{cost}; {gib(d.nbytes)} would stay from the forward to the backward otherwise"
 
     def _ahead(self, d: Decision) -> str:
-        """Of ``return`` and ``load``."""
+        """Returns the reason of a ``return`` or a ``load``."""
         us = self.copies[d.subject, "h2d", PHASES[1]]
         if not us:
             return f"it does not come back: {gib(d.nbytes)} stay on the device or are computed again"
@@ -194,7 +194,7 @@ class Reasons:
         return name not in self.block_of or self.plan.keeps(self.block_of[name], name)
 
     def _again_us(self, name: str) -> float:
-        """The µs of making a value again: what leaves a block by running it again, what it saves from what else it keeps."""
+        """The µs of making a value again: one that leaves a block, by running that; one that it saves, from what it keeps."""
         if (region := self.crossing.get(name)) is not None:
             return kernel_us(kernel_of(self.problem.step, region), self.machine)
         kept = self.kept[block := self.block_of[name]]
@@ -202,7 +202,7 @@ class Reasons:
         return self._keeping(block, without).time_us - self._keeping(block, kept).time_us
 
     def _keeping(self, block: str, kept: tuple[int, ...]) -> Variant:
-        """What recomputing what a block saves but for what it has ``kept`` costs, worked out once for equal blocks."""
+        """The cost of recomputing what a block saves, except what is ``kept``. Worked out once for equal blocks."""
         region = self.regions[block]
         if (target := str(region.target)) not in self._recomputing:
             self._recomputing[target] = functools.cache(recomputing(self.problem.step, region, self.machine))
@@ -247,7 +247,7 @@ def _copies(
 
 
 def _busy(intervals: Sequence[tuple[float, float]]) -> Callable[[float], float]:
-    """Returns what tells for how many µs before a moment a queue was busy. ``intervals``: disjoint, in order."""
+    """Returns a function that tells for how many µs before a moment a queue was busy. ``intervals``: disjoint, in order."""
     starts = [start for start, _ in intervals]
     before = [0.0, *accumulate(end - start for start, end in intervals)]
 

@@ -53,14 +53,15 @@ def trade_off(
 
 
 def recomputing(step: fx.GraphModule, region: fx.Node, machine: Machine) -> Callable[[Iterable[int]], Variant]:
-    """Returns what prices a choice of a block's saved values: the variant that keeps those in these positions."""
+    """Returns a function that prices a choice of a block's saved values: it returns the variant that keeps those in the
+    given positions."""
     return _pricing(step, region, _reader(step, region), machine)[0]
 
 
 def _pricing(
     step: fx.GraphModule, region: fx.Node, reader: fx.Node | None, machine: Machine
 ) -> tuple[Callable[[Iterable[int]], Variant], set[fx.Node]]:
-    """Returns what ``recomputing`` does, and the operations that run again whichever values are not kept."""
+    """Returns what ``recomputing`` returns, and the operations that run again whichever values are not kept."""
     body, items = kernel_of(step, region), saved_values(region)
     outputs = body_outputs(body)
     saved = [outputs[int(item.args[1])] for item in items]

@@ -69,7 +69,7 @@ def expect(condition: bool, what: Callable[[], str]) -> None:
 
 @contextmanager
 def well_formed(what: str) -> Iterator[None]:
-    """Raises SameComputationError for a graph of so wrong a form that it cannot be checked. ``what``: was expected."""
+    """Raises SameComputationError for a graph so malformed that it cannot be checked. ``what``: what was expected."""
     try:
         yield
     except SameComputationError:

@@ -118,7 +118,7 @@ def narrowing_cast(
     step: fx.GraphModule, kernels: Iterable[tuple[fx.GraphModule, Iterable[int]]], before: torch.Tensor
 ) -> fx.Node | None:
     """Returns the cast to fewer bytes that all readers of a value begin with, one for all; None where there is none.
-    ``kernels``: that read it, each with the positions of the operands that it is."""
+    ``kernels``: those that read it, each with its positions among the operands."""
     readers = [node for kernel, positions in kernels for i in positions for node in _users_of_inputs(step, kernel)[i]]
     if not readers or any(node.target is not _CAST or node.kwargs != readers[0].kwargs for node in readers):
         return None
@@ -195,7 +195,7 @@ def _cast_that_leaves(step: fx.GraphModule, call: fx.Node) -> fx.Node | None:
 
 
 def cloned_operand(kernel: fx.GraphModule, position: int) -> int | None:
-    """Returns the position of the operand that a result of a kernel is a clone of; None if it is of none."""
+    """Returns the position of the operand that a result of a kernel is a clone of; None if it is no clone."""
     output = body_outputs(kernel)[position]
     if output.target is not _CLONE or output.args[0].op != "placeholder":
         return None

@@ -160,7 +160,7 @@ class Loop:
         """Notes that the updates of the last backward have ended, before anybody else changes what they have changed."""
         if self._optimizer is None:
             return
-        with torch_private.process_lock:  # state does not wait for this look at it
+        with torch_private.process_lock:  # this look at the state does not wait for updates
             if len(self._optimizer.state) != self._ordered:
                 _put_in_plain_order(self._optimizer)
                 self._ordered = len(self._optimizer.state)

@@ -1,7 +1,7 @@
 """Plans whose host casts weights and gradients: less crosses the link, and the host has more to do.
 
-Searches leave these casts out. They are tried with the plans that a search has found: for
-all homes, and for the share of them at which, by the work of each queue, the link and the host are done soonest.
+Searches leave these casts out. They are tried with the plans that a search has found: for all homes, and for the share
+of them at which, by the work of each queue, the link and the host are done soonest.
 """
 
 from __future__ import annotations

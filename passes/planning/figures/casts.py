@@ -77,7 +77,7 @@ def narrowed(
 
 
 def _narrow(step: fx.GraphModule, each: Placed, by_home: Mapping[str, Sequence[Any]], less: Narrowed) -> None:
-    """Gives a region the kernel that takes and returns what crosses as it does."""
+    """Gives a region the kernel that takes and returns values in the form in which they cross."""
     region, kernel = each.region, each.region.kernel
     if less.comes:
         kernel = taking_narrow(step, kernel, tuple([i for i, operand in enumerate(region.reads) if operand in less.comes]))

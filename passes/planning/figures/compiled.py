@@ -1,4 +1,4 @@
-"""Works out the measures of plans by the C files in c/, which are built at install. The structures are those of c/figures.h."""
+"""Works out the measures of plans with the C files in c/, built at install. The structures are those of c/figures.h."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _Result(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Loads the library. Raises ImportError where it was not built here, or from other sources."""
+    """Loads the library. Raises ImportError if it was not built here, or was built from other sources."""
     paths = (Path(__file__).with_name("_figures" + suffix) for suffix in EXTENSION_SUFFIXES)
     path = next((path for path in paths if path.is_file()), None)
     try:
@@ -95,9 +95,8 @@ class Measures:
     """The needs of a plan's calls, and the time that they take: bytes of the ``arenas`` by kind and of all else on the device,
     at ``most``; µs of forward and backward and of the ``backward``, both as if updates took no time, and from one step to the
     next (``period``), and those of ``collectives``; bytes that are ``copied``, and that are read from disk and written there
-    (``drives``), both in a step and in its backward; ``casts``: whether the host casts
-    anything in the backward; ``due_first``: the updates on the host in the order in which they are
-    due (see ``pace``)."""
+    (``drives``), both in a step and in its backward; ``casts``: whether the host casts anything in the backward;
+    ``due_first``: the updates on the host in the order in which they are due (see ``pace``)."""
 
     arenas: Sequence[int]
     most: int
@@ -245,4 +244,4 @@ def _address(numbers: array[int] | array[float]) -> int:
     return numbers.buffer_info()[0]
 
 
-library()  # where it cannot be loaded, an import fails, and not a model's first step
+library()  # if it cannot be loaded, the import fails, rather than a model's first step

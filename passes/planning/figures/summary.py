@@ -73,8 +73,8 @@ class Operand(Size):
 class Value(Size):
     """Values that a region makes. ``readers``: positions of the regions that read them. ``name``: of a single activation, which
     a plan may send home; ``returned``: the caller receives them; ``apart``: none is like it, as copies may read it too.
-    ``cast``: the input whose cast waits at home in its place, and the
-    region that it was fetched for; ``unmade``: its region makes it no longer then."""
+    ``cast``: the input whose cast waits at home in its place, and the region that it was fetched for; ``unmade``: its region
+    makes it no longer then."""
 
     readers: tuple[int, ...] = ()
     name: str = ""

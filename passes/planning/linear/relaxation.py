@@ -126,8 +126,8 @@ class Relaxation:
         return relaxed
 
     def least_nbytes(self, tier: str, limits: Mapping[str, int | None]) -> int | None:
-        """Returns bytes of a tier that no plan within ``limits`` on others needs less than, in any time; None if there
-        can be none."""
+        """Returns bytes of a tier that any plan within ``limits`` on others needs at least, however long it takes; None if
+        there can be no plan."""
         try:
             return self._counting(_COUNTED).terms.program.least_nbytes(tier, limits, _COUNTED)
         except Infeasible:

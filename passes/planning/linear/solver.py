@@ -1,6 +1,6 @@
-"""Solves linear programs by HiGHS, each from the solution of one that is much like it.
+"""Solves linear programs with HiGHS, each from the solution of a similar one.
 
-The programs of one search differ in bytes and in what is decided, so that few steps lead from one optimum to the next.
+The programs of one search differ in bytes and in what is decided, so few steps lead from one optimum to the next.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Where A[s:e] are rows of A, these are the rules beside those of ``parts``:
     sum of losses / labels that count                nll_loss(p, y, mean)
     sum(A[s:e], 0)                                   part s:e of the sum sum(A, 0)
 
-A sum in parts is rounded otherwise than the whole one: that is what chunks were asked for.
+A sum in parts is rounded differently from the whole one; whoever asks for chunks asks for that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_chunks(whole: fx.GraphModule, chunked: fx.GraphModule) -> None:
 
 
 class _Chunks(Parts):
-    """Values in parts, and a loss, ``("mean loss", scores, labels, ignored)``; so the two sums that it is made of."""
+    """Values in parts, and a loss, ``("mean loss", scores, labels, ignored)``; likewise the two sums that it is made of."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,8 +18,8 @@ from mtcompile.passes.step_graph import InputSpec, OutputSpec
 
 
 def check_fragments(whole: fx.GraphModule, cut: fx.GraphModule, splits: bool) -> None:
-    """Raises SameComputationError unless ``cut`` computes the results of ``whole``, gradients of weights in fragments in these.
-    ``splits``: sums may be computed in parts."""
+    """Raises SameComputationError unless ``cut`` computes the results of ``whole``. The gradient of a weight in fragments
+    is in the same fragments. ``splits``: sums may be computed in parts."""
     numbers = Groups(splits)
     inputs, results = numbers.uncut(whole)
     parts: dict[int, list[InputSpec]] = {}

@@ -4,7 +4,7 @@ Where ``first`` is the end of the group before ``a``, 0 for the first one, and `
 
     alias(v)                                       v
     ends[a:b] - first                              the ends of groups a to b, counted from there
-    x[min(range + first, rows - 1)]                x with the rows of group a in front; so its transpose
+    x[min(range + first, rows - 1)]                x with the rows of group a in front; likewise its transpose
     grouped(x in front, W[a:b], these ends)        groups a to b of grouped(x, W, ends), in front
     grouped(x.t() in front, y in front, these ends)    matrices a to b of grouped(x.t(), y, ends)
     v in front[max(range - first, 0)]              groups a to b of v, at their rows

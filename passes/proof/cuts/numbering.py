@@ -1,7 +1,7 @@
-"""Numbers joint graphs before and after a cut: equal numbers are equal values, by the rules of the kind of cut.
+"""Numbers joint graphs before and after a cut: equal numbers mean equal values, by the rules of the kind of cut.
 
-A rule gives the number of what an operation makes, or None where it says nothing; it must hold for all values. Rules speak of
-parts of values, which the graph after the cut makes of wholes that the graph before it makes.
+A rule gives the number of what an operation makes, or None where it says nothing; it must hold for all values. Rules are
+about parts of values: the graph after the cut makes these, and the graph before it makes the wholes.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class CutNumbers(ValueNumbers):
         return self.of((target, *frozen(args), frozen(sorted(dict(kwargs).items())), None), layout)
 
     def call(self, node: fx.Node, env: Mapping[fx.Node, int], changed: Callable[[Any], Any] | None = None) -> int:
-        """Numbers an operation of a graph; with ``changed`` arguments, if they are. Raises SameComputationError where it is
-        described as of another shape or dtype than it has."""
+        """Numbers an operation of a graph, with its arguments ``changed`` first, if given. Raises SameComputationError if it is
+        described with a wrong shape or dtype."""
         args, kwargs = arguments(node, env)
         layout, rule, number, random = layout_of(node), self.rules.get(node.target), None, is_random(node)
         if changed is not None:

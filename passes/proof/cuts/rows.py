@@ -1,7 +1,7 @@
 """Proves that a joint graph which takes only rows of some parameters computes what the whole one does.
 
-Where ``W'`` holds the rows of W that the inputs ``among`` name, and ``places(v)`` are those of the numbers v in it, v picked
-from one of these inputs, these rules alone:
+Where ``W'`` holds the rows of W that the inputs ``among`` name, and ``places(v)`` are the places in it of the row
+numbers v, which are picked from one of these inputs, these rules alone hold:
 
     W'                                     rows of W
     pick(places(v))                        places(pick(v))
@@ -10,7 +10,7 @@ from one of these inputs, these rules alone:
     add(rows of a, rows of b)              rows of add(a, b), and so for casts and copies
     a gradient of W in such rows           that gradient, which is zero in all others
 
-A lookup's result depends on its weight and index alone: what else it is told is for its gradient.
+A lookup's result depends on its weight and index alone: its other arguments are for its gradient.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Which = tuple[tuple[str, ...], int]  # which rows: the inputs that name them, an
 
 
 def check_rows(whole: fx.GraphModule, taken: fx.GraphModule) -> None:
-    """Raises SameComputationError unless ``taken`` computes the results of ``whole``, gradients of parameters of which it takes
-    rows in these rows."""
+    """Raises SameComputationError unless ``taken`` computes the results of ``whole``. Where it takes rows of a
+    parameter, the gradient is of these rows."""
     check_same_tables(whole, taken, "outputs")
     rows: Mapping[str, Rows] = taken.meta["rows"]
     numbers = _RowNumbers()
@@ -73,7 +73,7 @@ def check_rows(whole: fx.GraphModule, taken: fx.GraphModule) -> None:
 
 class _RowNumbers(CutNumbers):
     """Numbers of what is there in rows, ``("rows", which, held, number)``, and of places among these,
-    ``("places", which, without, number)``. ``counts``: of rows that are named at most."""
+    ``("places", which, without, number)``. ``counts``: how many rows are named at most."""
 
     def __init__(self) -> None:
         super().__init__()
