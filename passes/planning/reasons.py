@@ -100,7 +100,7 @@ class Reasons:
         if d.choice == "disk":
             when = "fetched straight" if plan.disk_direct else f"read {plan.disk_lookahead} region(s) before it is fetched"
             where = f"on the host it would take {gib(held)}{self._short('host', held)}; {when}"
-        costs += [f"its gradients' way home {_ms(store_us)}", f"updating it there {_ms(update_us)}"] if trained else []
+        costs += [f"copying its gradients home {_ms(store_us)}", f"updating it there {_ms(update_us)}"] if trained else []
         fixed = ""
         if self.problem.fixed_homes.get(home) == d.choice != "disk":
             fixed = "the device needs few of its rows: " if home in self.by_rows else "decided before this plan: "
@@ -183,7 +183,7 @@ class Reasons:
         actual_us = sum(self._us(name, "d2h", "h2d", "disk_read", "disk_write") for name in waiting)
         waits = any(not self._hidden(name) for name in waiting)
         if not actual_us:
-            return f"what reads it comes at once, so that it does not leave: {gib(nbytes)}"
+            return f"it is read at once, so it does not leave the device: {gib(nbytes)}"
         cost = f"copying {them} there and back costs {_ms(actual_us)}{'' if waits else ' (hidden)'}"
         tier: Tier = "host" if d.choice == "disk" else "device"
         ahead = f"; read {self.plan.disk_lookahead} region(s) before it is fetched" if d.choice == "disk" else ""
