@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.passes.step_graph import copy_graph
+
 
 class PassFailed(Exception):
     """Raised if a registered pass raises, or if what it returns is no step graph or does not do what the step did. Its cause is
@@ -49,12 +51,29 @@ def names_of(passes: Sequence[Callable[..., Any]]) -> str:
 
 def applied(transform: Callable[..., fx.GraphModule], step: fx.GraphModule, plan: object) -> fx.GraphModule:
     """Returns what a registered pass makes of a step. Raises PassFailed."""
-    with blaming((transform,), "failed"):
+    step.meta.update({name: dict(value) for name, value in step.meta.items() if type(value) is dict})
+    with blaming((transform,), "failed"), _leaving_kernels_alone(step):
         rewritten = transform(step, plan)
         if not isinstance(rewritten, fx.GraphModule):
             raise TypeError(f"expected it to return the step, an fx.GraphModule, found {type(rewritten).__name__}")
         rewritten.graph.lint()
     return rewritten
+
+
+@contextlib.contextmanager
+def _leaving_kernels_alone(step: fx.GraphModule) -> Iterator[None]:
+    """Raises ValueError if kernels, which all plans of the step share, are changed inside; they are as before then."""
+    kernels = [kernel for kernel in step.children() if isinstance(kernel, fx.GraphModule)]
+    before = [(kernel, str(kernel.graph), copy_graph(kernel.graph)) for kernel in kernels]
+    try:
+        yield
+    finally:
+        changed = False
+        for kernel, text, graph in before:
+            if vars(kernel).pop("forward", None) is not None or str(kernel.graph) != text:
+                kernel.graph, changed = graph, True
+        if changed:
+            raise ValueError("it changes a kernel in place, which other plans share; expected a copy of it for the region")
 
 
 @contextlib.contextmanager

@@ -368,14 +368,20 @@ def new_node(graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name
     return node
 
 
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy with nodes of its own, of the same names."""
+    copied = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        env[node] = new_node(copied, node.op, node.target, args, kwargs, node.name)
+        env[node].meta = dict(node.meta)
+    return copied
+
+
 def copy_step(step: fx.GraphModule) -> fx.GraphModule:
     """A copy with a graph of its own and the same kernels."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in step.graph.nodes:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-        env[node] = new_node(graph, node.op, node.target, args, kwargs, node.name)
-        env[node].meta = dict(node.meta)
+    graph = copy_graph(step.graph)
     kernels = {str(node.target): kernel_of(step, node) for node in graph.nodes if is_region(node)}
     copied = LazyGraphModule(kernels, graph, class_name="Step")
     copied.meta.update(step.meta)

@@ -32,7 +32,8 @@ def evaluate(problem: PlanningProblem, plan: Plan) -> Candidate:
     """Fills in a plan's peaks and predicted times, by its schedule. Searches take them from summaries (see ``figures``). Raises
     PassFailed for an error in a registered pass."""
     schedule = _lowered(problem, rewrite(problem.step, plan, passes=problem.passes), plan)
-    return Candidate(_with_figures(problem, plan, schedule, waits(schedule)), lambda: schedule)
+    with blaming(problem.own_passes, "made a step whose schedule has no order"):
+        return Candidate(_with_figures(problem, plan, schedule, waits(schedule)), lambda: schedule)
 
 
 def judged(problem: PlanningProblem, candidate: Candidate) -> Candidate:

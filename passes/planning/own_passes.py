@@ -18,7 +18,7 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import completed, evaluate, identity, shortfall
 from mtcompile.passes.planning.frontier import fits, missing_nbytes
-from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned
+from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.registered import names_of
 
 _SEARCHES = 3  # the first, and those within fewer or more bytes, by what the passes add or save
@@ -41,7 +41,7 @@ def plan_by_schedules(candidates: Candidates, budgets: Budgets, known: Plan | No
             if fitting:
                 break
             if error.minimum > (problem.budgets.nbytes[error.tier] or 0):
-                raise
+                raise _with_what_passes_add(error, problem, added) from None
             planned = candidates.least()  # it fits by its schedule, which needs less than is known without the passes
         judged[identity(planned.plan)] = Candidate(planned.plan, lambda schedule=planned.schedule: schedule)
         others = candidates.others(within, _OTHERS)
@@ -56,7 +56,8 @@ def plan_by_schedules(candidates: Candidates, budgets: Budgets, known: Plan | No
     if not fitting:
         leanest = min(judged.values(), key=lambda each: missing_nbytes(each.plan, problem.budgets))
         limits = [(tier, n) for tier, n in problem.budgets.nbytes.items() if n is not None]
-        raise shortfall(leanest, next(tier for tier, n in limits if leanest.plan.peak_bytes[tier] > n), problem.step)
+        error = shortfall(leanest, next(tier for tier, n in limits if leanest.plan.peak_bytes[tier] > n), problem.step)
+        raise _with_what_passes_add(error, problem, _added(candidates, leanest.plan))
     best = min(fitting, key=lambda each: each.plan.total_us)
     minimum = min(each.plan.peak_bytes["device"] for each in fitting)
     return completed(problem, best, minimum, None)
@@ -72,6 +73,13 @@ def _added(candidates: Candidates, plan: Plan) -> dict[str, int]:
     """Returns the bytes by which a plan's peaks, by its schedule, are above those that a search knows."""
     known = candidates.evaluate(plan).plan.peak_bytes
     return {tier: plan.peak_bytes[tier] - known[tier] for tier in ("device", "host")}
+
+
+def _with_what_passes_add(error: DoesNotFit, problem: PlanningProblem, added: Mapping[str, int]) -> DoesNotFit:
+    """Returns the error, whose causes begin with the bytes that the passes add, if any."""
+    if (nbytes := added.get(error.tier, 0)) > 0:
+        error.causes = ((f"what {names_of(problem.own_passes)} adds, which you registered", nbytes), *error.causes[:-1])
+    return error
 
 
 def _spare_little(budgets: Budgets, counted: Mapping[str, int], added: Mapping[str, int]) -> bool:

@@ -23,7 +23,7 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from mtcompile.passes.registered import NotKnown, key_of
-from mtcompile.passes.step_graph import calls, is_region, prefetch, results
+from mtcompile.passes.step_graph import calls, is_region, kernel_of, prefetch, regions, results
 from tests.helpers.tracing import traced_case
 from tests.helpers.training import adamw, same, train
 
@@ -183,6 +183,31 @@ def test_an_error_names_the_pass_and_not_the_model(transform: Any, message: str,
     with register(transform), pytest.raises(mtcompile.PassError, match=message):
         mtcompile.plan(Layers(), DATA, memory=MEMORY, machine="rtx4090")
     assert trained(MEMORY)
+
+
+def changes_a_kernel(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """Changes what every plan of the step would run."""
+    for region in regions(step):
+        for node in kernel_of(step, region).graph.nodes:
+            if node.target is torch.ops.aten.pow.Tensor_Scalar:
+                node.args = (node.args[0], 3)
+    return step
+
+
+def replaces_a_forward(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    for region in regions(step):
+        kernel_of(step, region).forward = lambda *values: values
+    return step
+
+
+@pytest.mark.parametrize("transform", [changes_a_kernel, replaces_a_forward])
+def test_a_pass_that_changes_shared_kernels_leaves_no_trace(transform: Any) -> None:
+    torch.manual_seed(0)
+    model = Layers()
+    compiled: Any = mtcompile.compile(model, memory=MEMORY, device="cpu")
+    with register(transform), pytest.raises(mtcompile.PassError, match="changes a kernel in place"):
+        compiled(**DATA)
+    assert torch.equal(compiled(**DATA), Layers()(**DATA))
 
 
 def test_plans_fit_by_their_schedules_where_a_pass_needs_more_bytes() -> None:
