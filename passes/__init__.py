@@ -91,7 +91,7 @@ def register(transform: Pass, after: Pass | str | None = None) -> Registered:
     if not callable(transform):
         raise TypeError(f"expected a function (step, plan) -> step, found {type(transform).__name__}")
     if transform in _current:
-        raise ValueError(f"expected a pass that is not in the pipeline yet, found {name_of(transform)}: remove it first")
+        raise ValueError(f"expected a pass that is not in the pipeline yet, found {name_of(transform)}, which is")
     names = [name_of(each) for each in _current]
     found = [place for place, each in enumerate(_current) if after is None or each is after or names[place] == after]
     if not found:
