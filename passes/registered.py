@@ -64,13 +64,13 @@ def applied(transform: Callable[..., fx.GraphModule], step: fx.GraphModule, plan
 def _leaving_kernels_alone(step: fx.GraphModule) -> Iterator[None]:
     """Raises ValueError if kernels, which all plans of the step share, are changed inside; they are as before then."""
     kernels = [kernel for kernel in step.children() if isinstance(kernel, fx.GraphModule)]
-    before = [(kernel, str(kernel.graph), copy_graph(kernel.graph)) for kernel in kernels]
+    before = [(kernel, copy_graph(kernel.graph)) for kernel in kernels]
     try:
         yield
     finally:
         changed = False
-        for kernel, text, graph in before:
-            if vars(kernel).pop("forward", None) is not None or str(kernel.graph) != text:
+        for kernel, graph in before:
+            if vars(kernel).pop("forward", None) is not None or str(kernel.graph) != str(graph):
                 kernel.graph, changed = graph, True
         if changed:
             raise ValueError("it changes a kernel in place, which other plans share; expected a copy of it for the region")

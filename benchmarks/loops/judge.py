@@ -211,7 +211,12 @@ def _shown(program: Program, ended: int, error: BaseException) -> int:
     first that notices a change after a backward with updates, the one behind that backward: weights have been updated there."""
     if "that backward had already made the step" not in str(error):
         return ended
-    return max(number for number in range(ended) if ".backward(" in statement(program, number)) + 1
+    return _behind_a_backward(program, ended)
+
+
+def _behind_a_backward(program: Program, ended: int) -> int:
+    """The statement behind the last backward before ``ended``; that one itself if there is none."""
+    return next((number for number in range(ended, 0, -1) if ".backward(" in statement(program, number - 1)), ended)
 
 
 def _difference(reference: See, ours: See, ended: int | None) -> Verdict | None:
@@ -246,16 +251,15 @@ def _state_after(program: Program, text: str, ours: Ran) -> Verdict | None:
     path = _differs(expected, found)
     options = dict(program.options)
     if path is not None and options.get("update") == "backward":
-        backwards = [number for number in range(ended + 1) if ".backward(" in statement(program, number)]
-        if backwards and backwards[-1] < ended:  # options that were changed since are not those of the update
-            before = _run(text, None, until=backwards[-1] + 1).variables
+        if ".backward(" not in statement(program, ended):  # options that were changed since are not those of the update
+            before = _run(text, None, until=_behind_a_backward(program, ended)).variables
         if "max_grad_norm" in options:
             torch.nn.utils.clip_grad_norm_(before["model"].parameters(), options["max_grad_norm"])
         type(before["optimizer"]).step.__wrapped__(before["optimizer"])  # the update alone, without the step's hooks
         after = _state(before)
-        if all(_differs(after.get(part), found.get(part)) is None for part in ("weights", "buffers")) and (
-            _differs(after.get("optimizer", {}).get("state"), found.get("optimizer", {}).get("state")) is None
-        ):  # options of the optimizer may have been changed since
+        for each in (after, found):
+            each.pop("options", None)
+        if _differs(after, found) is None:
             return None
     return None if path is None else Verdict(DIFFERENT, f"state{path} has changed", f"state{_general(path)}")
 
@@ -268,8 +272,8 @@ def _state(variables: dict[str, Any]) -> dict[str, Any]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     # Not by state_dict(), which is refused between a backward with updates and its step.
-    of_optimizer = {"state": {i: optimizer.state.get(p, {}) for i, p in enumerate(parameters)}, "groups": options}
-    copied: dict[str, Any] = _copied(state | {"optimizer": of_optimizer})
+    of_parameters = {i: optimizer.state.get(p, {}) for i, p in enumerate(parameters)}
+    copied: dict[str, Any] = _copied(state | {"optimizer": of_parameters, "options": options})
     return copied
 
 

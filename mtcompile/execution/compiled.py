@@ -77,12 +77,12 @@ class CompiledStep:
     def tangents_of(self, gradients: Sequence[torch.Tensor | None]) -> Pattern:
         """The tangents of gradients that arrive: those that this step was traced for, as far as it fits."""
         pattern: list[bool | tuple[int, ...]] = [gradient is not None for gradient in gradients]
-        of_outputs = {spec.index: name for spec, name in self.outputs if spec.kind == "output" and name in self.layouts}
-        traced = {spec.index: name for spec, name in self.inputs if spec.role == "tangent"}
+        traced = {spec.index: self.layouts[name] for spec, name in self.inputs if spec.role == "tangent"}
+        layouts = {s.index: self.layouts[n] for s, n in self.outputs if s.kind == "output" and n in self.layouts} | traced
         for index, gradient in enumerate(gradients):
-            if gradient is None or self.tangents is None or (name := (of_outputs | traced).get(index)) is None:
+            if gradient is None or self.tangents is None or index not in layouts:
                 continue
-            if not same_strides(gradient.shape, gradient.stride(), self.layouts[name].stride):
+            if not same_strides(gradient.shape, gradient.stride(), layouts[index].stride):
                 pattern[index] = tuple(gradient.stride())
             elif index in traced:
                 pattern[index] = self.tangents[index]

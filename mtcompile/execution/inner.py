@@ -38,7 +38,7 @@ Tangents = Mapping[int, torch.Tensor | None]  # by computed output
 
 
 class InnerOutputs:
-    """What the nodes of one forward's outputs share. ``in_micro_batches``: whether the program runs several of them."""
+    """The state that the nodes of one forward's outputs share. ``in_micro_batches``: whether the program runs several."""
 
     def __init__(self, session: Session, description: Description, in_micro_batches: bool) -> None:
         assert description.flow is not None

@@ -1,4 +1,4 @@
-"""What must not change between a forward and its backward: the inputs and outputs that the backward reads or computes anew."""
+"""The inputs and outputs that a backward reads or computes anew: they must not change between the forward and it."""
 
 from __future__ import annotations
 

@@ -16,21 +16,16 @@ from mtcompile.passes.planning.problem import Planned, PlanningProblem, Solved
 
 def fastest(candidates: Candidates, device: int | None, host: int | None) -> Planned:
     """Returns the fastest plan within these bytes; it is cached between runs. Raises DoesNotFit."""
-    problem = _within(candidates, device, host)
+    problem = candidates.problem.within(device, host)
     return within_disk(problem, _finder(candidates, device), known=candidates)[1]
 
 
 def fastest_without_disk(candidates: Candidates, device: int | None, host: int | None) -> Planned | None:
     """Returns the fastest plan with nothing on disk within these bytes; None where it is sure that there is none. Raises
     DoesNotFit."""
-    if not may_fit_without(problem := _within(candidates, device, host), candidates):
+    if not may_fit_without(problem := candidates.problem.within(device, host), candidates):
         return None
     return planned_without(problem, candidates, _finder(candidates, device))[1]
-
-
-def _within(candidates: Candidates, device: int | None, host: int | None) -> PlanningProblem:
-    problem = candidates.problem
-    return replace(problem, budgets=replace(problem.budgets, device=device, host=host))
 
 
 def _finder(candidates: Candidates, device: int | None) -> Find:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -159,19 +159,24 @@ class Wholeness:
             self.steps += 1
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    """Yields the parameters of an optimizer, in the order of its groups."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 def versions_of(optimizer: torch.optim.Optimizer) -> Versions:
     """Returns, by the id of each parameter, what tells whether a step has changed it or its state: versions, and numbers."""
     versions = dict[int, tuple[Any, ...]]()
     state = optimizer.state
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            own: list[Any] = [_version(parameter)]
-            for value in state.get(parameter, {}).values():
-                if isinstance(value, Tensor):
-                    own.append(_version(value))
-                elif isinstance(value, int | float):
-                    own.append(value)
-            versions[id(parameter)] = tuple(own)
+    for parameter in parameters_of(optimizer):
+        own: list[Any] = [_version(parameter)]
+        for value in state.get(parameter, {}).values():
+            if isinstance(value, Tensor):
+                own.append(_version(value))
+            elif isinstance(value, int | float):
+                own.append(value)
+        versions[id(parameter)] = tuple(own)
     return versions
 
 

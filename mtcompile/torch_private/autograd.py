@@ -50,8 +50,8 @@ def after_backward(callback: Callable[[], Any]) -> None:
 
 
 def asked_for() -> tuple[list[Any], bool] | None:
-    """What the backward that is running was asked for, by ``torch.autograd.grad`` or ``inputs=``; nothing for ``backward()``
-    alone, which is for all leaves. And whether it adds to ``.grad``. None where torch does not tell."""
+    """Returns the tensors that the running backward was asked for, by ``torch.autograd.grad`` or ``inputs=``; none for
+    ``backward()`` alone, which is for all leaves. And whether it adds to ``.grad``. None where torch does not tell."""
     given = [(call.f_locals.get("args", ()), call.f_locals.get("kwargs", {})) for call in _running_backwards()]
     if not given or any(len(args) < 4 for args, _ in given):
         return None
@@ -179,8 +179,7 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
 
 def is_batched(tensor: torch.Tensor) -> bool:
     """Tells whether a tensor stands for several, within ``vmap`` or a backward with ``is_grads_batched=True``."""
-    wrapped = torch._C._functorch
-    return bool(wrapped.is_functorch_wrapped_tensor(tensor) or wrapped.is_legacy_batchedtensor(tensor))
+    return is_wrapped(tensor) or bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
 
 
 def has_tangent(tensors: Iterable[torch.Tensor]) -> bool:

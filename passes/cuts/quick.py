@@ -43,15 +43,15 @@ class QuickCandidates(Candidates):
     def _or_climbed(self, planned: Planned, device: int) -> Planned:
         """Returns the faster of the ``planned`` step and the plan of short climbs. Tries climbs only if a large step is far
         above its bound: near the fewest bytes that work, a search has few plans to start from."""
-        problem, us = self.problem, self.evaluate(planned.plan).plan.total_us
+        us = self.evaluate(planned.plan).plan.total_us
         if not self._takes_long or not (bound_us := self.bound_us(device, None)) or us <= _FAR * bound_us:
             return planned
         if (plan := self._climbed_in(device)) is None or plan.total_us >= us:
             return planned
         candidate = self.evaluate(plan)
         minimum = min(planned.plan.minimum_device_bytes, candidate.plan.peak_bytes["device"])
-        problem = replace(problem, budgets=replace(problem.budgets, device=device, host=None))
-        return completed(problem, candidate, minimum, self.certificate(device, None, candidate.plan.total_us))
+        certificate = self.certificate(device, None, candidate.plan.total_us)
+        return completed(self.problem.within(device, None), candidate, minimum, certificate)
 
     def _is_hopeless(self, device: int) -> bool:
         """Tells so whatever was searched before: the same question has one answer."""

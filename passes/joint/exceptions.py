@@ -28,7 +28,7 @@ _listed = functools.partial(listed, most=12)
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What holds for the values of a step, in ``sentences``; ``differing``: the exceptions to that of equal bits."""
+    """The contract for the values of a step, in ``sentences``; ``differing``: the exceptions to that of equal bits."""
 
     sentences: tuple[str, ...] = (BIT_EQUAL,)
     differing: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ def contract(joint: fx.GraphModule, fuses: bool, changed: list[str]) -> Contract
 
 
 def of_all(parts: Sequence[Contract]) -> Contract:
-    """What holds for a forward in several parts: each sentence and exception of each part once."""
+    """Returns the contract for a forward in several parts: each sentence and exception of each part once."""
     return Contract(_once(part.sentences for part in parts), _once(part.differing for part in parts))
 
 

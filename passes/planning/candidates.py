@@ -180,7 +180,7 @@ class Candidates:
     def best(self, device: int | None, host: int | None, known: Plan | None = None) -> Planned:
         """Returns the fastest candidate within these bytes; ``known``, the plan found for the same request before, without a
         search if it still fits. Raises DoesNotFit."""
-        problem = replace(self.problem, budgets=replace(self.problem.budgets, device=device, host=host))
+        problem = self.problem.within(device, host)
         if known is not None and fits((again := self.evaluate(known)).plan, problem.budgets):
             return completed(problem, again, known.minimum_device_bytes, known.certificate)
         if fits((resident := self.resident).plan, problem.budgets) and not self.resident_may_be_slow:  # the floor is reported

@@ -29,7 +29,7 @@ _WORTH = 0.01  # of a budget: if passes save less than this, there is no further
 def plan_by_schedules(candidates: Candidates, budgets: Budgets, known: Plan | None = None) -> Planned:
     """Returns the plan whose schedule is the fastest within the budgets, of the best few plans that searches without the
     registered passes find. ``known``: as for ``Candidates.best``. Raises DoesNotFit and PassFailed."""
-    problem = replace(candidates.problem, budgets=replace(candidates.problem.budgets, device=budgets.device, host=budgets.host))
+    problem = candidates.problem.within(budgets.device, budgets.host)
     if known is not None and fits((again := evaluate(problem, known)).plan, problem.budgets):
         return completed(problem, again, known.minimum_device_bytes, None)
     judged, fitting, added = dict[Hashable, Candidate](), list[Candidate](), dict[str, int]()

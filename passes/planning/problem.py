@@ -43,6 +43,10 @@ class PlanningProblem:
         """The problem without registered passes, as summaries know it."""
         return replace(self, passes=PIPELINE) if self.own_passes else self
 
+    def within(self, device: int | None, host: int | None) -> PlanningProblem:
+        """The problem with other bytes of the device and the host."""
+        return replace(self, budgets=replace(self.budgets, device=device, host=host))
+
     def differs_in_limits(self, other: PlanningProblem) -> bool:
         """Tells whether it differs from another problem at most in the bytes of its device and its host."""
         return self.has_same_figures(other) and self._without_limits() == other._without_limits()

@@ -35,7 +35,7 @@ from torch import nn
 
 from mtcompile import torch_private
 from mtcompile.errors import StepError
-from mtcompile.optim.wholeness import Versions, Wholeness, is_running, versions_of
+from mtcompile.optim.wholeness import Versions, Wholeness, is_running, parameters_of, versions_of
 from mtcompile.references import weakly
 from mtcompile.torch_private import UsedGradient
 
@@ -129,11 +129,10 @@ class Loop:
                 'a second backward before optimizer.step(): with update="backward" the first one has updated the parameters. '
                 "Call optimizer.step() after each backward; to add up gradients, pass accumulate=k to compile"
             )
-        followed = (
-            set() if self._optimizer is None else {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        )
-        for name, parameter in self._used.items():
-            if not isinstance(gradient := parameter.grad, UsedGradient) or id(parameter) not in followed:
+        left = {name: (p, p.grad) for name, p in self._used.items() if isinstance(p.grad, UsedGradient)}
+        followed = set(map(id, parameters_of(self._optimizer))) if left and self._optimizer is not None else set()
+        for name, (parameter, gradient) in left.items():
+            if id(parameter) not in followed:
                 continue  # of a module that has been replaced, with its optimizer
             if not gradient.zeroed:
                 raise StepError(
@@ -247,7 +246,7 @@ class Loop:
 def _put_in_plain_order(optimizer: torch.optim.Optimizer) -> None:
     """Orders the entries of an optimizer's state as its own step would have made them: by its groups."""
     state: dict[Any, Any] = optimizer.state
-    ordered = [p for group in optimizer.param_groups for p in group["params"] if p in state]
+    ordered = [parameter for parameter in parameters_of(optimizer) if parameter in state]
     if len(ordered) == len(state) and any(one is not other for one, other in zip(ordered, state, strict=True)):
         entries = [(parameter, state[parameter]) for parameter in ordered]
         state.clear()

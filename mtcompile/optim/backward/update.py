@@ -29,7 +29,7 @@ from mtcompile.optim.disk_state import DiskState
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.state_sizes import STATES, is_elementwise, update_workspace
 from mtcompile.optim.update_options import UpdateOptions
-from mtcompile.optim.wholeness import Wholeness
+from mtcompile.optim.wholeness import Wholeness, parameters_of
 from mtcompile.passes.analysis.state import UPDATE_SETS
 from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.step_graph import Fragment, calls, fragments_of, is_update, update
@@ -82,7 +82,7 @@ class UpdatesInBackward:
         """The ids of the parameters that the optimizer updates, which change whenever ``updated_names`` may change."""
         if self.optimizer is None:
             return None
-        return frozenset(id(parameter) for group in self.optimizer.param_groups for parameter in group["params"])
+        return frozenset(map(id, parameters_of(self.optimizer)))
 
     def updated_names(self) -> frozenset[str]:
         """The names of the parameters that the optimizer updates. Raises StepError without an optimizer."""
@@ -198,8 +198,7 @@ class UpdatesInBackward:
                 'Call backward() without inputs, or use update="step"'
             )
         check_parameters(updated)
-        optimized = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        check_others(updated, {id(p) for p in (*nn.Module.parameters(model), *optimized)}, node)
+        check_others(updated, {id(p) for p in (*nn.Module.parameters(model), *parameters_of(optimizer))}, node)
         groups: dict[int, tuple[int, Mapping[str, Any]]] = {}
         for index, group in enumerate(optimizer.param_groups):
             options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}

@@ -1,1 +1,1 @@
-"""What Dynamo makes of a forward's own doings."""
+"""Lets Dynamo trace, or refuse, the effects that a forward has beside its outputs."""

@@ -1,4 +1,4 @@
-"""What a forward does beside computing its outputs, where a model is captured: locks that it takes, gradients and backwards
+"""Actions of a forward beside computing its outputs, where a model is captured: locks that it takes, gradients and backwards
 that it runs itself, optimizers that it steps. Uses torch's private APIs, as ``torch_private`` does.
 
 ``with lock:`` is traced as nothing: calls of compiled models take turns anyway. Dynamo traces ``torch.autograd.grad`` into the
