@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mtcompile import torch_private
+from mtcompile import knobs, torch_private
 from mtcompile.distributed.joining import check_distributable, ranks_of
 from mtcompile.errors import MtcompileError, StepError
 from mtcompile.execution.calibration import Calibration
@@ -273,6 +273,7 @@ def compile(
     elastic: bool = False,
     fragments: str | None = "auto",
     tiles: int | str = 1,
+    effort: str | None = None,
     viz: str | Path | None = None,
     process_group: Any = None,
 ) -> Any:
@@ -323,6 +324,8 @@ def compile(
                the same bits, where it is 3 % faster. ``memory_report()["plan_changes"]`` says why
     fragments  cuts weights into fragments of rows, each copied, used and updated by itself. ``"exact"``: if that is faster,
                where it splits no sum; ``"auto"``: as that, if nothing fits whole; ``"split"``: any linear weight; None: none
+    effort     what planning may cost: ``"quick"``, for experiments: a first step soon, slower plans, without a bound;
+               ``"normal"``; ``"thorough"``, for long runs: ten times as many plans are compared. Default: MT_EFFORT, or normal
     viz        writes the timelines of training programs to this HTML file (of the second, to ``<name>-2.html``, ...)
     process_group  the ranks that train the model together; default: all, once ``torch.distributed`` is initialised. Weights
                start as those of rank 0; each gradient is the mean over the ranks
@@ -348,6 +351,7 @@ def compile(
         elastic=elastic,
         fragments=fragments,
         tiles=tiles,
+        effort=knobs.effort() if effort is None else effort,
     )
     computing = choose(device, options.memory)
     if options.throttle is not None and computing.where.type != "cpu":

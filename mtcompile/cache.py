@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from mtcompile import knobs
 from mtcompile.cached import files
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import is_trained
@@ -83,36 +81,14 @@ def through_cache(key: str | None, make_plan: Callable[[Plan | None], Planned]) 
     return planned
 
 
-@dataclass(frozen=True, slots=True)
-class SearchedPlans:
-    """Stores the plans that the search of one step has looked at; ``key``: a plan_key of everything but the byte limits."""
-
-    key: str
-
-    def read(self) -> str | None:
-        return files.read("points", self.key)
-
-    def write(self, text: str) -> None:
-        files.write("points", self.key, text)
-
-
 def recalled(problem: PlanningProblem, policy: str, find: Callable[[Plan | None], Planned]) -> Planned:
     """Returns the plan for a problem, cached between runs. ``find``: makes it, given the plan found before, if any."""
     return through_cache(plan_key(problem, problem.budgets, policy), find)
 
 
-def search_store(problem: PlanningProblem) -> SearchedPlans | None:
-    """Returns the store for the plans that a search of this problem evaluates, which serves every device and host budget; None
-    if the cache is off. What a search evaluates does not depend on registered passes."""
-    if not knobs.cache():
-        return None
-    key = plan_key(problem.as_summarised, replace(problem.budgets, device=None, host=None))
-    return None if key is None else SearchedPlans(key)
-
-
 def _constraints(problem: PlanningProblem) -> tuple[object, ...]:
     workspace = "by shapes" if problem.workspace is workspace_nbytes else "measured"
-    return problem.machine, problem.fixed_homes, str(problem.numerics), workspace
+    return problem.machine, problem.fixed_homes, str(problem.numerics), workspace, problem.effort
 
 
 def machine_path(identity: str) -> Path | None:

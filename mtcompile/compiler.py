@@ -41,7 +41,6 @@ from mtcompile.passes.cuts import fastest
 from mtcompile.passes.cuts.form import WHOLE, Check, Form, cut_joint, first_form, in_rows, told_head
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
-from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.accumulate import repeat
 from mtcompile.passes.joint.batch.joining import Micro, joining_of
 from mtcompile.passes.joint.build import InputHomes, built_once
@@ -49,6 +48,7 @@ from mtcompile.passes.joint.exceptions import Contract, contract
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.disk.without import may_fit_without, planned_without
 from mtcompile.passes.planning.planner import homes_of_rows, may_be_resident, plan_like, resident_plan, structure
@@ -200,13 +200,15 @@ def planning_problem(
     whole: bool = False,
     like: fx.GraphModule | None = None,
     apart: bool = True,
+    effort: str = "normal",
 ) -> PlanningProblem:
     """Returns the step graph of ``joint``, cut into regions, with the limits on its plan. ``whole``: one region per phase.
-    ``like``: the same at another size, whose regions are reused. ``apart``: False if frozen weights share homes with others."""
+    ``like``: the same at another size, whose regions are reused. ``apart``: False if frozen weights share homes with others.
+    ``effort``: what its search may cost."""
     homes = placement.input_homes(joint.graph)
     step = built_once(joint.graph, whole, like, homes if apart else replace(homes, frozen_apart=False), joint.shared)
     budgets, fixed_homes = placement.constraints(step)
-    return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics)
+    return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics, effort=effort)
 
 
 def prove(best: PlannedStep, built: BuiltStep, input_homes: InputHomes) -> None:
@@ -281,8 +283,8 @@ class _Form:
         return self.joint.form
 
     @functools.cached_property
-    def candidates(self) -> QuickCandidates:
-        return QuickCandidates(self.forms.problem(self.joint), _tell)
+    def candidates(self) -> Candidates:
+        return Candidates(self.forms.problem(self.joint), _tell)
 
 
 @dataclass(frozen=True)
@@ -308,7 +310,9 @@ class _Forms:
 
     def problem(self, joint: JointStep) -> PlanningProblem:
         target, apart = self.target, self.target.options.disk is None
-        return planning_problem(joint, self.placement, target.machine, target.toolchain.eager.workspace, apart=apart)
+        return planning_problem(
+            joint, self.placement, target.machine, target.toolchain.eager.workspace, apart=apart, effort=target.options.effort
+        )
 
     @property
     def limits(self) -> Budgets:
@@ -382,13 +386,13 @@ def plan_for(form: _Form, target: Target, placement: RunnablePlacement, on_disk:
     key, apart = structure(joint.graph), options.disk is None  # with one, frozen weights are apart if they may go there
     while True:
         if serves_others and (similar := target.searched.get(key)) is not None:
-            alike = planning_problem(joint, placement, machine, workspace, like=similar.joint)
+            alike = planning_problem(joint, placement, machine, workspace, like=similar.joint, effort=options.effort)
             if (planned := plan_like(alike, similar.plan)) is not None:
                 return alike, planned
-        problem = planning_problem(joint, placement, machine, workspace, apart=apart)
+        problem = planning_problem(joint, placement, machine, workspace, apart=apart, effort=options.effort)
         placement.expect(problem)
         if options.fuses and options.policy == FASTEST and may_be_resident(problem):
-            whole = planning_problem(joint, placement, machine, workspace, whole=True)
+            whole = planning_problem(joint, placement, machine, workspace, whole=True, effort=options.effort)
             if (resident := resident_plan(whole)) is not None and leaves_room(whole.budgets, resident.schedule, target.beside):
                 return whole, resident
         try:

@@ -100,6 +100,11 @@ def progress() -> bool:
     return os.environ.get("MT_PROGRESS", "1") not in ("", "0")
 
 
+def effort() -> str:
+    """MT_EFFORT=quick, normal or thorough: what planning may cost where no ``effort=`` says so (default normal)."""
+    return os.environ.get("MT_EFFORT", "") or "normal"
+
+
 def cache() -> str:
     """MT_CACHE=dir: where plans and speeds are cached (default: mtcompile in the user's cache folder; 0: nowhere)."""
     folder = os.environ.get("MT_CACHE", "")

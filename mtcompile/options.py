@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtcompile import knobs
@@ -13,6 +13,7 @@ from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.cuts.form import Allowed, Form
 from mtcompile.passes.planning.policies import KEEP_STATE, POLICIES
+from mtcompile.passes.planning.search import EFFORTS
 
 KERNELS = ("eager", "inductor")
 FETCHED = ("auto", "used", "all")  # which experts, and which rows of embeddings
@@ -47,7 +48,7 @@ class Options:
     ``memory``, ``host``: budgets in bytes; None: what is free, less a reserve. ``disk``: None for no disk; it takes what
     ``host`` has no room for. ``updates``: None for ``update="step"``. ``throttle``: the speeds of the emulated device; None:
     its own. ``offload``: whether activations may wait in host memory. ``elastic``: whether plans follow the measured speeds.
-    ``fragments``: which weights may be cut into fragments; None: none.
+    ``fragments``: which weights may be cut into fragments; None: none. ``effort``: what planning may cost.
     Raises ValueError or TypeError for values that it cannot honour.
     """
 
@@ -68,6 +69,7 @@ class Options:
     elastic: bool = False
     fragments: str | None = "auto"
     tiles: int | str = 1
+    effort: str = field(default_factory=knobs.effort)
 
     def __post_init__(self) -> None:
         if self.policy not in (FASTEST, *POLICIES):
@@ -94,6 +96,7 @@ class Options:
                 f"bits no plan changes, found policy={self.policy!r} and kernels={self.kernels!r}"
             )
         check_fragments(self.fragments, self.updates)
+        check_effort(self.effort)
         if self.cuts is not None and self.tiles != 1:
             raise ValueError(f"expected tiles or fragments, found both: tiles={self.tiles!r}, fragments={self.fragments!r}")
         if self.disk is not None and self.host is None:
@@ -143,6 +146,13 @@ class Options:
     def fuses(self) -> bool:
         """True if kernels fuse operations."""
         return self.kernels == "inductor"
+
+
+def check_effort(effort: str) -> None:
+    """Raises ValueError for an effort that is not known."""
+    if effort not in EFFORTS:
+        close = did_you_mean(str(effort), EFFORTS)
+        raise ValueError(f"expected effort to be one of {', '.join(EFFORTS)}, found {effort!r}{close}")
 
 
 def check_fragments(fragments: str | None, updates: UpdateOptions | None) -> None:

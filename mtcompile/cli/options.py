@@ -16,6 +16,7 @@ Update = Literal["step", "backward"]
 Kernels = Literal["eager", "inductor"]
 TooLong = Literal["stop", "cut", "drop"]
 Fragments = Literal["auto", "exact", "split"]
+Effort = Literal["quick", "normal", "thorough"]
 
 
 def _count_or_auto(value: Any) -> int | str:
@@ -85,6 +86,9 @@ class StepOptions:
             help="cut weights into fragments: where no sum is split (exact), if nothing fits whole (auto); any (split)"
         ),
     ] = "auto"
+    effort: Annotated[
+        Effort | None, typer.Option(help="what planning may cost (default: MT_EFFORT, or normal)", show_default=False)
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

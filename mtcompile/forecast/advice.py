@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from mtcompile.cache import search_store
 from mtcompile.errors import MtcompileError
 from mtcompile.forecast.fastest import fastest
 from mtcompile.forecast.request import (
@@ -29,11 +27,10 @@ from mtcompile.forecast.request import (
 from mtcompile.optim.backward.checks import check_optimizer
 from mtcompile.optim.state_sizes import optimizer_named, state_copies, update_workspace
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
-from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.plan import Plan, Updates
+from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import within_disk
-from mtcompile.passes.planning.evaluate import completed, judged, shortfall
-from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem, Progress, Solved
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.trace import time_of
@@ -133,19 +130,9 @@ def _plan(problem: PlanningProblem, progress: Progress) -> Plan:
     Raises DoesNotFit."""
     budgets = problem.budgets
     if budgets.disk is None:
-        candidates = QuickCandidates(problem, progress, search_store(problem))
-        if candidates.bound_us(budgets.device, budgets.host) == inf and (least := candidates.leanest()) is not None:
-            raise shortfall(least, "host", problem.step)
-        return fastest(candidates, budgets.device, budgets.host).plan
+        return fastest(Candidates(problem, progress), budgets.device, budgets.host).plan
 
     def find(fixed: PlanningProblem) -> Solved:
-        candidates = QuickCandidates(fixed)
-        candidate = candidates.quickly()
-        if candidate is None:
-            raise DoesNotFit("device", 0, ())
-        candidate = judged(fixed, candidate)
-        if not fits(candidate.plan, fixed.budgets):
-            raise shortfall(candidate, "host", problem.step)
-        return fixed, completed(fixed, candidate, candidate.plan.peak_bytes["device"], None)
+        return fixed, make_plan(replace(fixed, effort="quick"))
 
     return within_disk(problem, find)[1].plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mtcompile.cache import recalled, search_store
+from mtcompile.cache import recalled
 from mtcompile.options import FASTEST
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.activations import Find
@@ -36,7 +36,7 @@ def _finder(candidates: Candidates, device: int | None) -> Find:
         nonlocal searched
         known = searched.problem
         if (fixed.fixed_homes, fixed.budgets.disk) != (known.fixed_homes, known.budgets.disk):
-            searched = Candidates.like(candidates, fixed, search_store(fixed))
+            searched = Candidates.like(candidates, fixed)
         limits = replace(fixed.budgets, device=device)
         return fixed, recalled(fixed, FASTEST, lambda known: plan_among(searched, limits, FASTEST, known))
 

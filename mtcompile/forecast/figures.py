@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from dataclasses import replace
-from math import inf
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -28,13 +27,12 @@ from mtcompile.passes.analysis.state import (
     weights_nbytes,
     weights_on_disk_nbytes,
 )
-from mtcompile.passes.cuts.bounds import is_small
 from mtcompile.passes.cuts.form import told_head
 from mtcompile.passes.cuts.fragments.figures import told_whole
-from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.limits import NotWorthwhile
 from mtcompile.passes.planning.evaluate import judged
+from mtcompile.passes.planning.limits import Limits
 from mtcompile.passes.planning.planner import plan_among
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
 from mtcompile.passes.proof.same_computation import same_computation
@@ -187,18 +185,15 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
     return ledger
 
 
-def _time_with_more(candidates: QuickCandidates, budgets: Budgets, error: DoesNotFit) -> str:
-    """Tells what a step takes with as much of a tier as it needs; empty where that is unknown, or it does not fit then either.
-    Of a large step short climbs tell, in place of a search, which takes long: a search may find a faster plan."""
-    if error.tier == "device" and not is_small(candidates) and budgets.host is None and budgets.disk is None:
-        us = candidates.climbed_us(error.minimum)
-        return f": at most about {time_of(us)} a step then" if us < inf else ""
+def _time_with_more(candidates: Candidates, budgets: Budgets, error: DoesNotFit) -> str:
+    """Tells what a step takes with as much of a tier as it needs; empty where it does not fit then either."""
     with contextlib.suppress(DoesNotFit):  # it may take a disk, or more of the host, too
         if error.tier == "device":
             within = replace(budgets, device=error.minimum)
             return f": {time_of(plan_among(candidates, within, FASTEST).plan.total_us)} a step then"
-        if (lean := candidates.leanest()) is not None and lean.plan.peak_bytes["host"] == error.minimum:
-            return f": {time_of(lean.plan.total_us)} a step then, and faster with more"
+        lean = candidates.leanest("host", Limits(budgets.device))
+        if lean.peak_bytes["host"] == error.minimum:
+            return f": {time_of(lean.total_us)} a step then, and faster with more"
     return ""
 
 
@@ -209,7 +204,7 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
         return replace(unplanned, refusal=error.why, ways_out=error.ways)
     tier = error.tier
     limit = budgets.nbytes[tier] or 0
-    other = "host" if tier == "device" else "device"
+    other: Literal["device", "host"] = "host" if tier == "device" else "device"
     ranks = {"host": request.ranks.gpus}  # of which each has a part of the host
     minimum = error.minimum * ranks.get(tier, 1)
     short = minimum - limit * ranks.get(tier, 1)
@@ -221,9 +216,9 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
             ways.append(f"{what}: weights that train may then go to disk, with their state")
         return replace(unplanned, short_bytes=short, ways_out=(*ways, f"less in one of the largest parts: {parts}"))
     ways = ways_on_host(request, sized, budgets, error) if tier == "host" else []
-    more = candidates.needs(other, {tier: limit})
-    if more is not None:
-        more *= ranks.get(other, 1)
+    within = Limits(**{tier: limit})
+    if not within.missing(leanest := candidates.leanest(other, within)):
+        more = leanest.peak_bytes[other] * ranks.get(other, 1)
         ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")
     ways.append(f"{tier} memory of {gib(minimum)} ({minimum} bytes) or more{_time_with_more(candidates, budgets, error)}")
     if tier == "host":

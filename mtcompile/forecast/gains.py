@@ -14,7 +14,7 @@ from mtcompile.forecast.result import Advice, Forecast
 from mtcompile.passes.analysis.state import Budgets, trained_nbytes
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.limits import fits
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.runtime.schedule import PHASES, Instruction, Schedule, gib
 from mtcompile.runtime.sim import simulate

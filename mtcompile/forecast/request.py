@@ -13,7 +13,6 @@ import torch
 from torch import fx, nn
 
 from mtcompile import cache, knobs
-from mtcompile.cache import search_store
 from mtcompile.capture.joint import trace_settings
 from mtcompile.capture.recording.joint import NotRecorded
 from mtcompile.capture.refusals import in_micro_batches
@@ -33,9 +32,9 @@ from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
 from mtcompile.passes.cuts.form import Allowed, Form, first_chunks, first_form, in_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, homes_between
-from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.joint.batch.joining import Micro, joining_of
 from mtcompile.passes.joint.build import InputHomes
+from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.planner import homes_of_rows
 from mtcompile.passes.planning.problem import Progress
 from mtcompile.passes.step_graph import inputs_of, span_nbytes
@@ -48,7 +47,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 @dataclass(frozen=True, slots=True)
 class ForecastRequest:
     """The request of a forecast, except batch and sequence. ``machine`` and ``budgets``: those that each rank has.
-    ``on_disk``: False to plan as if there were no disk."""
+    ``on_disk``: False to plan as if there were no disk. ``effort``: what planning may cost."""
 
     model: str | nn.Module | Callable[..., Any]
     data: Mapping[str, Any] | None
@@ -65,6 +64,7 @@ class ForecastRequest:
     ranks: RankLayout = ALONE
     fragments: str | None = "auto"
     on_disk: bool = True
+    effort: str = "normal"
 
     @property
     def cuts(self) -> str | None:
@@ -86,7 +86,7 @@ class ForecastRequest:
 class SizedStep:
     """A step of ``size``, which is (batch, seq), and its candidate plans. ``captured``: its joint graph before any rewrite."""
 
-    candidates: QuickCandidates
+    candidates: Candidates
     captured: fx.GraphModule
     joint: JointStep
     tokens: int
@@ -212,8 +212,8 @@ def _candidates(
 ) -> SizedStep:
     placement = AssumedPlacement(request.budgets, request.make_optimizer, request.ranks)
     known = None if like is None else like.joint.graph
-    problem = planning_problem(joint, placement, request.machine, like=known, apart=request.on_disk)
-    candidates = QuickCandidates(problem, request.progress, search_store(problem))
+    problem = planning_problem(joint, placement, request.machine, like=known, apart=request.on_disk, effort=request.effort)
+    candidates = Candidates(problem, request.progress)
     return SizedStep(candidates, captured, joint, *tokens_and_size)
 
 

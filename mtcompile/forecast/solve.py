@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mtcompile import knobs
 from mtcompile.capture.arguments import possible_counts
 from mtcompile.capture.tracing import collecting_later
 from mtcompile.compiler import pass_errors
@@ -25,7 +26,7 @@ from mtcompile.models.loading import check_shape
 from mtcompile.optim.precision import Precision, precision_named
 from mtcompile.optim.state_sizes import FORECAST_STATES, optimizer_named, state_copies, update_workspace
 from mtcompile.optim.update_options import update_options
-from mtcompile.options import check_fragments, parse_bytes, parse_disk
+from mtcompile.options import check_effort, check_fragments, parse_bytes, parse_disk
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.bounds import takes_at_least
@@ -63,6 +64,7 @@ def plan(
     solve: str | None = None,
     force: bool = False,
     advise: bool = False,
+    effort: str | None = None,
     progress: Progress = no_progress,
 ) -> Forecast:
     """Plans one training step without running or allocating it.
@@ -94,6 +96,7 @@ def plan(
                device memory that works
     force      returns the leanest plan even if it does not fit
     advise     if the step fits, also plans changes of it and returns the three that gain most; not with ``solve``
+    effort     as for ``compile``
     progress   called with (text, done, total)
 
     Raises ValueError for an argument that it does not know, and CaptureError if the model cannot be captured.
@@ -155,7 +158,8 @@ def plan(
     alone = ForecastRequest(
         model, data, kind, optimizer, described, budgets, policies, force, progress, counts[0], lora, make_optimizer
     )
-    alone = replace(alone, fragments=fragments)
+    check_effort(effort := knobs.effort() if effort is None else effort)
+    alone = replace(alone, fragments=fragments, effort=effort)
     of_rank = ranks.machine(described, once), ranks.budgets(budgets, once)
     request = replace(alone, machine=of_rank[0], budgets=of_rank[1], ranks=ranks)
     with collecting_later(), pass_errors():

@@ -14,7 +14,7 @@ from mtcompile.passes.cuts.fragments.cut import UNCUT
 from mtcompile.passes.joint.loss_head import head_nbytes, recomputed_products
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.spill import is_hopeless
-from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.limits import fits
 from mtcompile.passes.planning.problem import DoesNotFit
 from mtcompile.passes.step_graph import kernel_of, regions
 

@@ -33,7 +33,7 @@ from mtcompile.passes.cuts.form import Allowed, Form
 from mtcompile.passes.cuts.forms import Forms, S, rows_of, taken_in_rows
 from mtcompile.passes.cuts.fragments.figures import streaming
 from mtcompile.passes.joint.loss_head import head_nbytes
-from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.limits import fits
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
 
 _NEAR, _NEAR_LARGE = 1.02, 1.1  # of what any form could give: then others are not made of a small step, or of a large one

@@ -14,7 +14,7 @@ from mtcompile.passes.analysis.names import value_names
 from mtcompile.passes.analysis.state import Budgets, drive_nbytes, persistent_nbytes, state_by_tier, times_us, trained_nbytes
 from mtcompile.passes.lower import lower_without_deps
 from mtcompile.passes.plan import Certificate, Plan
-from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.limits import fits
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.planning.reasons import with_reasons
 from mtcompile.passes.registered import blaming, names_of

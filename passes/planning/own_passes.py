@@ -17,7 +17,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import completed, evaluate, identity, shortfall
-from mtcompile.passes.planning.frontier import fits, missing_nbytes
+from mtcompile.passes.planning.limits import fits, missing_nbytes
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.registered import names_of
 

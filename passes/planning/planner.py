@@ -16,10 +16,10 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, held_nbytes
 from mtcompile.passes.lower import Workspace, lower
 from mtcompile.passes.plan import Plan
+from mtcompile.passes.planning.blocks import Block, everything, kept_positions, variant_decision
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import completed
-from mtcompile.passes.planning.frontier import fits
-from mtcompile.passes.planning.ladders import Block, everything, kept_positions, variant_decision
+from mtcompile.passes.planning.limits import fits
 from mtcompile.passes.planning.own_passes import plan_by_schedules
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.planning.variants import Variant

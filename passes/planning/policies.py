@@ -9,7 +9,7 @@ from torch import fx
 
 from mtcompile.passes.analysis.saved import saved_values
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.ladders import everything
+from mtcompile.passes.planning.blocks import everything
 from mtcompile.passes.step_graph import regions
 
 # (step graph, plan with the decisions already made, bytes of the home blocks still open) -> plan

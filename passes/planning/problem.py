@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from torch import fx
 
@@ -23,7 +22,8 @@ from mtcompile.runtime.usage import held_between_phases
 class PlanningProblem:
     """A step to be planned. ``step``: the step graph before any rewrite. ``workspace``: bytes that a kernel's body needs beside
     its operands. ``fixed_homes``: home tier of each block that is decided already, by the model's first program or by
-    tensors of the user's that share its memory. ``numerics``: what holds for its values. ``passes``: those that rewrite it."""
+    tensors of the user's that share its memory. ``numerics``: what holds for its values. ``passes``: those that rewrite it.
+    ``effort``: what its search may cost (see ``search.EFFORTS``)."""
 
     step: fx.GraphModule
     machine: Machine
@@ -32,6 +32,7 @@ class PlanningProblem:
     fixed_homes: Mapping[str, str] = field(default_factory=dict)
     numerics: Contract = field(default_factory=Contract)
     passes: tuple[Pass, ...] = field(default_factory=pipeline)
+    effort: str = "normal"
 
     @property
     def own_passes(self) -> tuple[Pass, ...]:
@@ -56,7 +57,7 @@ class PlanningProblem:
         return self.step is other.step and self._of_figures() == other._of_figures()
 
     def _without_limits(self) -> tuple[object, ...]:
-        return replace(self.budgets, device=None, host=None), self.fixed_homes, self.numerics
+        return replace(self.budgets, device=None, host=None), self.fixed_homes, self.numerics, self.effort
 
     def _of_figures(self) -> tuple[object, ...]:
         disk = None if self.budgets.disk is None else 0
@@ -130,11 +131,3 @@ Progress = Callable[[str, int, int], None]  # called with (text, done, total); t
 
 def no_progress(text: str, done: int, total: int) -> None:
     """Ignores progress."""
-
-
-class Store(Protocol):
-    """Stores the evaluated candidates of a search between runs, as text."""
-
-    def read(self) -> str | None: ...
-
-    def write(self, text: str) -> None: ...

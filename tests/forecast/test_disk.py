@@ -19,7 +19,7 @@ from mtcompile.forecast.result import Forecast
 from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.frontier import Point
+from mtcompile.passes.planning.limits import Point
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us
 from tests.helpers.stacks import WIDTH, Residual

@@ -28,7 +28,7 @@ from mtcompile.passes.cuts.form import WHOLE
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.disk.spill import within_disk
 from mtcompile.passes.planning.evaluate import completed, evaluate
-from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.limits import fits
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem, leaves_room
 from mtcompile.runtime.schedule import Schedule, gib

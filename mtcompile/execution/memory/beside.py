@@ -16,7 +16,7 @@ _PARTS = 8  # budgets to try between the smallest that works and all
 def plan_beside(known: Candidates, problem: PlanningProblem, policy: str, beside: int) -> Solved:
     """Returns the fastest plan found that leaves room for what ``beside`` more forwards of it hold, and the problem that it
     solves, whose device budget is a part of the whole. Raises DoesNotFit. ``known``: of a problem that may differ in limits."""
-    candidates = Candidates.like(known, problem, cache.search_store(problem))
+    candidates = Candidates.like(known, problem)
 
     def planned_within(nbytes: int | None) -> Solved:
         part = replace(problem, budgets=replace(problem.budgets, device=nbytes))

@@ -1,7 +1,7 @@
 """The moves of climbs: each is another decision about equal homes or equal blocks.
 
 Which of equal ones changes matters by its place in the step. Of equal homes only the first and the last are tried, and of equal
-blocks the last that keeps less and the first that keeps more: a model of many blocks has few moves.
+blocks the last that keeps less, the first that keeps more, and all of them at once: a model of many blocks has few moves.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, MOST_AHEAD, THEN, Move, Moved, differ
+from mtcompile.passes.planning.blocks import Block, activation_decision, blocks_alike, differ, keeping, kept_positions
+from mtcompile.passes.planning.climbs.move import FIRST, LAST, THEN, Move, Moved
 from mtcompile.passes.planning.climbs.waits import loads_late, waits, waits_together
-from mtcompile.passes.planning.ladders import Block, activation_decision, blocks_alike, keeping, kept_positions
 from mtcompile.passes.planning.variants import Variant
+
+_MOST_AHEAD = 4
 
 
 def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list[Move]:
@@ -68,7 +71,7 @@ def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
 def _ahead(plan: Plan) -> Iterator[Moved]:
     """Fetches more or fewer regions ahead, and from the allocator or into slots."""
     for name, turn, ahead in (("more", FIRST, plan.lookahead + 1), ("fewer", LAST, plan.lookahead - 1)):
-        if 0 <= ahead <= MOST_AHEAD:
+        if 0 <= ahead <= _MOST_AHEAD:
             yield Moved(name, turn, partial(plan.changed, lookahead=ahead))
     yield Moved("pooled", FIRST, partial(plan.changed, pooled=not plan.pooled))
 
@@ -105,6 +108,9 @@ def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
                 yield Moved((which, "last"), THEN, partial(_placed, plan, values, "device"))
             for values in here[:1] if host else ():
                 yield Moved((which, "first"), LAST, partial(_placed, plan, values, "host"))
+        for variant, tier in product(variants, ("host", "device") if host else ("device",)) if len(blocks) > 1 else ():
+            if variant.positions or tier == "device":
+                yield Moved((variant.positions, tier, "all"), THEN, partial(_all_keeping, plan, blocks, variant, tier))
         last = next((block for place, block in reversed(now) if place < len(variants) - 1), blocks[0])
         for block in dict.fromkeys((last, blocks[0])) if at_once else ():
             for number, variant in enumerate(variants):
@@ -116,6 +122,10 @@ def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
 
 def _keeping(plan: Plan, block: Block, variant: Variant, choice: Choice) -> Plan:
     return plan.with_decisions(keeping(block, variant, choice))
+
+
+def _all_keeping(plan: Plan, blocks: Sequence[Block], variant: Variant, choice: Choice) -> Plan:
+    return plan.with_decisions([decision for block in blocks for decision in keeping(block, variant, choice)])
 
 
 def _placed(plan: Plan, values: Sequence[Any], choice: Choice) -> Plan:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mtcompile.passes.plan import Decision, Plan
-from mtcompile.passes.planning.ladders import Block, activation_decision, kept_positions, variant_decision
+from mtcompile.passes.planning.blocks import (
+    Block,
+    activation_decision,
+    at_home_by_rank,
+    kept_positions,
+    loading,
+    variant_decision,
+)
 from mtcompile.passes.planning.variants import Variant
 
 # Takes a plan, the plan that it was moved from, and the bytes that are missing. Returns a plan that keeps as many bytes less on
@@ -57,6 +64,12 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
                 sent = [activation_decision(value, "host") for value in here]
                 yield sum(decision.nbytes for decision in sent), sent
 
+    def later(plan: Plan, before: Plan) -> _Freed:
+        """Lets what waits at home come back late, the largest values first: they are not beside another block then."""
+        for values in at_home_by_rank(plan, blocks) if plan.lookahead else ():
+            if ahead := [value for value in values if not plan.loads_late(value.name)]:
+                yield max(value.meta["nbytes"] for value in ahead), loading(ahead, True)
+
     def here(plan: Plan, before: Plan) -> _Freed:
         """Moves homes to the device, those first that the next step reads first."""
         tiers = zip(homes, plan.tiers(homes), before.tiers(homes), strict=True)
@@ -72,7 +85,7 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
                 stay = [activation_decision(value, "device") for value in at_home]
                 yield sum(decision.nbytes for decision in stay), stay
 
-    on_device = (again, home, away, recomputed) if host else (again, recomputed, away)
+    on_device = (later, again, home, away, recomputed) if host else (again, recomputed, away)
     on_host = (less_at_home, recomputed, here) if host else (here,)
     return {"device": list(map(_until_enough, on_device)), "host": list(map(_until_enough, on_host))}
 

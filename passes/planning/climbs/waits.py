@@ -8,8 +8,8 @@ from functools import partial
 from torch import fx
 
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, Move, Moved
-from mtcompile.passes.planning.ladders import Block, WaitKind, at_home_by_rank, crossing_by_size, loading, waiting
+from mtcompile.passes.planning.blocks import Block, WaitKind, at_home_by_rank, crossing_by_size, loading, waiting
+from mtcompile.passes.planning.climbs.move import FIRST, LAST, Move, Moved
 
 _LARGEST = 2  # sizes of homes that may wait
 

@@ -15,7 +15,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.evaluate import shortfall
 from mtcompile.passes.planning.figures.evaluator import Evaluator
-from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.limits import fits
 from mtcompile.passes.planning.pace import impatient
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Solved
 from mtcompile.runtime.schedule import MOST_NBYTES, Schedule

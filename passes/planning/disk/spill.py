@@ -30,7 +30,7 @@ from mtcompile.passes.planning.disk.shortage import short_of_host, surely_short
 from mtcompile.passes.planning.disk.spacing import evenly, spaced
 from mtcompile.passes.planning.disk.without import may_fit_without, planned_without
 from mtcompile.passes.planning.evaluate import completed
-from mtcompile.passes.planning.frontier import fits
+from mtcompile.passes.planning.limits import fits
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Solved
 from mtcompile.runtime.schedule import MOST_NBYTES
 
@@ -190,7 +190,7 @@ def _with_these(
     except NotWorthwhile as error:
         too_slow = error
     for tried in (refused, fixed) if bound < worth else ():
-        if tried is None or short_of_host(tried, known, ("disk",)) > 0:
+        if tried is None:
             continue
         faster = with_activations_on_disk(tried, find, roomy, evenly, worth).fastest
         if faster is not None and faster[1].plan.total_us < worth:

@@ -12,7 +12,7 @@ from torch import fx
 from mtcompile.passes.analysis.cost import Cost, Machine, node_cost
 from mtcompile.passes.analysis.kernels import saved_states
 from mtcompile.passes.analysis.state import param_nbytes
-from mtcompile.passes.planning.ladders import Block
+from mtcompile.passes.planning.blocks import Block
 from mtcompile.passes.planning.linear.needs import closure, narrowing_casts, param_homes
 from mtcompile.passes.planning.linear.program import added
 from mtcompile.passes.planning.linear.terms import Load, Terms

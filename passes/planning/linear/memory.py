@@ -10,7 +10,7 @@ from torch import fx
 
 from mtcompile.passes.analysis.memory import body_lives, workspace_nbytes
 from mtcompile.passes.analysis.state import held_nbytes
-from mtcompile.passes.planning.ladders import Block
+from mtcompile.passes.planning.blocks import Block
 from mtcompile.passes.planning.linear.blocks import Choices
 from mtcompile.passes.planning.linear.exposed import Gap
 from mtcompile.passes.planning.linear.needs import needed_operands

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from mtcompile.passes.analysis.state import held_nbytes, on_disk_nbytes, trained_nbytes
 from mtcompile.passes.plan import Certificate
-from mtcompile.passes.planning.ladders import Block, blocks_alike
+from mtcompile.passes.planning.blocks import Block, blocks_alike
 from mtcompile.passes.planning.linear.blocks import Choices, place_blocks
 from mtcompile.passes.planning.linear.exposed import Gap, gaps_between
 from mtcompile.passes.planning.linear.homes import HomeCost, home_costs, place_casts

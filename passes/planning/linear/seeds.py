@@ -1,130 +1,38 @@
-"""Plans to start from: solutions of the relaxed problem for budgets from the floor up, in whole decisions."""
+"""Plans to begin a search at: solutions of the relaxed problem within its limits, in whole decisions."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.ladders import Block, blocks_alike, variant_decision
+from mtcompile.passes.planning.blocks import Block, blocks_alike, variant_decision
 from mtcompile.passes.planning.linear.blocks import Option
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import Bounds, Chain, Relaxed, Solve
 
 T = TypeVar("T")
-Number = Literal["all", "few", "fewest"]  # of kinds of seeds
 _AHEAD = (1, 2, 3)  # blocks ahead that plans fetch
-SOLUTIONS, _BETWEEN = 23, 4  # solutions, and plans between each two of them
-_LAST = (SOLUTIONS - 1) * _BETWEEN  # the position of the last plan
 _TRIES = 3  # plans that are made within limits on both tiers, each within fewer bytes than the one before
 
 
-class Optima:
-    """Optima of the relaxed problem where homes are undecided, for ``device`` budgets from the first to the second and some
-    blocks ``ahead``. Each solution begins at that for the next larger budget, and others begin at these: so all are the same
-    whatever was asked before. ``again``: as for ``Relaxation``."""
-
-    def __init__(self, solve: Solve, device: tuple[int, int], ahead: int, again: bool) -> None:
-        self.solve: Solve = partial(solve, again=again)
-        (self.low, self.high), self.ahead = device, ahead
-        self._optima: dict[int, Relaxed | None] = {}
-        self._exact: dict[int, Relaxed] = {}
-
-    def limits(self, position: int) -> dict[str, int | None]:
-        """Returns the budgets at a position."""
-        return {"device": round(self.low * (self.high / self.low) ** (position / _LAST)), "host": None}
-
-    def near(self, position: int) -> Relaxed | None:
-        """Returns the optimum at the first position of the grid from here up that has one; None if none has."""
-        for place in range(_LAST, position - 1, -_BETWEEN):
-            if place not in self._optima:
-                above = self._optima.get(place + _BETWEEN)
-                try:
-                    self._optima[place] = self.solve(self.limits(place), ahead=self.ahead, like=above)
-                except Infeasible:
-                    self._optima[place] = above
-        return self._optima[_LAST - (_LAST - position) // _BETWEEN * _BETWEEN]
-
-    def at(self, position: int) -> Relaxed:
-        """Returns the optimum at a position. Raises Infeasible."""
-        if position not in self._exact:
-            near = self.near(position)
-            if (_LAST - position) % _BETWEEN == 0 and near is not None and near is not self._optima.get(position + _BETWEEN):
-                self._exact[position] = near  # of this position itself
-            else:
-                self._exact[position] = self.solve(self.limits(position), ahead=self.ahead, like=near)
-        return self._exact[position]
-
-
-class Rule(NamedTuple):
-    """A rule about where homes are. ``decided``: those that are on the device (True) or on the host, whatever the program says.
-    ``earliest``: of equal homes, those read first are on the device: they are updated last, and the next step would wait for
-    them; otherwise those that the program prefers."""
-
-    decided: Mapping[str, bool] = MappingProxyType({})
-    earliest: bool = False
-
-
-class Seeds(Sequence[Plan]):
-    """Plans from the fewest device bytes to the most, each made when it is asked for. ``optima``: of the relaxed problem. They
-    fetch as many blocks ahead as ``base`` does."""
-
-    def __init__(self, optima: Optima, base: Plan, rounding: Rounding, rule: Rule) -> None:
-        self.optima, self.base, self.rounding, self.rule = optima, base, rounding, rule
-        self._plans: dict[int, Plan] = {}
-
-    def __len__(self) -> int:
-        return 1 + _LAST
-
-    def __getitem__(self, position: Any) -> Any:
-        if position not in self._plans:
-            limits, optimum = self.optima.limits(position), self._optimum(position)
-            self._plans[position] = seed(self.optima.solve, limits, self.base, self.rounding, self.rule, optimum)
-        return self._plans[position]
-
-    def _optimum(self, position: int) -> Relaxed | None:
-        with contextlib.suppress(Infeasible):
-            if not self.rule.decided:
-                return self.optima.at(position)
-            near, limits = self.optima.near(position), self.optima.limits(position)
-            return self.optima.solve(limits, self.rule.decided, self.base.lookahead, near)
-        return None
-
-
-def seed(
-    solve: Solve, limits: Mapping[str, int | None], base: Plan, rounding: Rounding, rule: Rule, optimum: Relaxed | None
-) -> Plan:
-    """Returns the plan that decides as the ``optimum`` within ``limits`` does; ``base`` if there is none. For the others see
-    ``Seeds``."""
-    try:
-        relaxed = None if optimum is None else _with_whole_homes(solve, limits, base.lookahead, rounding.sizes, rule, optimum)
-    except Infeasible:
-        relaxed = None
-    return base if relaxed is None else rounding(relaxed, base, rule.earliest)
-
-
 def _with_whole_homes(
-    solve: Solve, limits: Mapping[str, int | None], ahead: int, sizes: Mapping[str, int], rule: Rule, relaxed: Relaxed
+    solve: Solve, limits: Mapping[str, int | None], ahead: int, sizes: Mapping[str, int], relaxed: Relaxed
 ) -> Relaxed:
     """Solves again with every home wholly on one tier: homes are large, and what blocks keep must fit beside them. The number
     of homes on the device is the sum of their shares, rounded; if that does not fit, 1, 3, 7, ... fewer of them: those that
     are preferred least go first. ``relaxed``: the optimum before."""
-    places = {home: float(-place) for place, home in enumerate(relaxed.resident)}
-    preferred = places if rule.earliest else relaxed.resident
-    some = _chosen(relaxed.resident, sizes, preferred)
-    chosen = sorted((home for home in relaxed.resident if home in some), key=lambda home: -preferred[home])
+    some = _chosen(relaxed.resident, sizes, relaxed.resident)
+    chosen = sorted((home for home in relaxed.resident if home in some), key=lambda home: -relaxed.resident[home])
     fewer = 0
     while True:
         on_device = set(chosen[: max(0, len(chosen) - fewer)])
         whole = {home: home in on_device for home in relaxed.resident}
         try:
-            return solve(limits, whole | dict(rule.decided), ahead, relaxed)
+            return solve(limits, whole, ahead, relaxed)
         except Infeasible:
             if not on_device:
                 raise
@@ -142,11 +50,10 @@ class Within(NamedTuple):
     rounding: Rounding
     held: Mapping[str, int]
 
-    def plans(self, limits: Mapping[str, int | None], evaluate: Callable[[Plan], Plan], most_us: float = inf) -> Iterator[Plan]:
+    def plans(self, limits: Mapping[str, int | None], evaluate: Callable[[Plan], Plan]) -> Iterator[Plan]:
         """Yields plans with their figures that are near ``limits``, a few for each number of blocks that fetches are ahead: as
         long as one is above a limit, the next is made for as many bytes less, and so is, without a limit on the host, the first
-        one for each later number. ``evaluate``: gives a plan its figures. ``most_us``: a plan that takes longer is the last one
-        for its number."""
+        one for each later number. ``evaluate``: gives a plan its figures."""
         first, aim = self.chain.near(limits), dict(limits)
         for ahead in _AHEAD:
             within, base, near = dict(aim), self.least.changed(lookahead=ahead, pooled=True), first
@@ -159,21 +66,19 @@ class Within(NamedTuple):
                 except Infeasible:
                     break
                 yield plan
-                above = {tier: plan.peak_bytes[tier] - most for tier, most in limits.items() if most is not None}
-                if max(above.values()) <= 0:
+                above = {t: plan.peak_bytes.get(t, 0) - most for t, most in limits.items() if most is not None}
+                if max(above.values(), default=0) <= 0:
                     break
                 for tier, nbytes in above.items():
                     within[tier] = (within[tier] or 0) - tries * max(0, nbytes)
                 if tries == 1 and limits["host"] is None:
                     aim = dict(within)
-                if plan.total_us > most_us:
-                    break
 
     def _rounded(self, limits: Mapping[str, int | None], base: Plan, optimum: Relaxed) -> Plan:
         """Returns a plan with as many homes on the device as the optimum has there, or, without a limit on the host, a few
         fewer where so many have no room; and at least as many as the host has no room for. Raises Infeasible."""
         if limits["host"] is None:
-            fitting = _with_whole_homes(self.solve, limits, base.lookahead, self.rounding.sizes, Rule(), optimum)
+            fitting = _with_whole_homes(self.solve, limits, base.lookahead, self.rounding.sizes, optimum)
             return self.rounding(fitting, base)
         some = _chosen(optimum.resident, self.rounding.sizes, optimum.resident)
         order = sorted(optimum.resident, key=lambda home: (home not in some, -optimum.resident[home]))
@@ -188,37 +93,6 @@ class Within(NamedTuple):
 def within_of(bounds: Bounds, least: Plan, rounding: Rounding, held: Mapping[str, int]) -> Within:
     """Returns seeds within limits, by the program of ``bounds``. For the others see ``Within``."""
     return Within(bounds.solve, Chain(partial(bounds.solve, ahead=_AHEAD[0]), bounds.high), least, rounding, held)
-
-
-def seed_ladders(
-    solve: Solve, least: Plan, rounding: Rounding, device: tuple[int, int], homes: Sequence[str], number: Number
-) -> list[Seeds]:
-    """Returns seeds by a few rules about where homes are. ``least``: decides what the program does not; ``homes``: those whose
-    tier is open; ``number``: leaves out seeds that are seldom the best of a large step, or of a very large one; for the others
-    see ``Seeds``."""
-    bases = [least.changed(lookahead=ahead, pooled=True) for ahead in _AHEAD]
-    near, farther, farthest = bases[0], bases[len(bases) // 2], bases[-1]
-    # The first and the last home are updated last and read first: what they would keep waiting says little of the others.
-    ends = [Rule({homes[0]: True}), Rule({homes[0]: True, homes[-1]: True})] if len(homes) > 1 else []
-    earliest = [Rule(earliest=True)] if len(homes) > 1 else []
-    if number == "fewest":
-        rules = [
-            (Rule(), near),
-            (Rule(), farthest),
-            *((rule, near) for rule in ends[-1:]),
-            *((rule, farther) for rule in earliest),
-        ]
-    elif number == "few":
-        rules = [(Rule(), base) for base in bases] + [(rule, near) for rule in ends]
-        rules += [(rule, base) for rule in earliest for base in bases]
-    else:
-        rules = [(rule, base) for rule in (Rule(), *ends, Rule(dict.fromkeys(homes, False)), *earliest) for base in bases]
-    ladders = []
-    # With room for what backwards make again, seeds are nearer to their budgets; but other decisions may be better.
-    for again in (False, True) if number == "all" else (False,):
-        optima = {base.lookahead: Optima(solve, device, base.lookahead, again) for base in bases}
-        ladders += [Seeds(optima[base.lookahead], base, rounding, rule) for rule, base in rules]
-    return ladders
 
 
 def _chosen(resident: Mapping[str, float], sizes: Mapping[str, int], preferred: Mapping[str, float]) -> set[str]:
@@ -238,19 +112,17 @@ class Rounding:
         self._alike = blocks_alike(blocks)
         self._decisions: dict[tuple[int, Option, Choice], list[Decision]] = {}  # about a block: most plans share them
 
-    def __call__(self, relaxed: Relaxed, base: Plan, latest_stay: bool = False) -> Plan:
+    def __call__(self, relaxed: Relaxed, base: Plan) -> Plan:
         """Returns the plan that decides as a solution does. Of equal blocks as many take each option as its shares add up to;
         those that send values home are spread evenly, so that copies never pile up, and the later ones, whose values live
-        shortest, keep most, while the first make values again. ``latest_stay``: of equal homes that stay from the forward to
-        the backward, those read last do, for the same reason; otherwise those that the program prefers."""
+        shortest, keep most, while the first make values again."""
         decisions, sizes, values = [], self.sizes, relaxed.values
         for home, share in relaxed.resident.items():
             if base.params(home) == "disk":
                 continue
             decisions.append(Decision("params", home, "device" if share > 0.5 else "host", sizes[home]))
         on_host = {home: share for home, share in relaxed.staying.items() if relaxed.resident[home] <= 0.5}
-        order = {home: float(place) for place, home in enumerate(on_host)}
-        staying = _chosen(on_host, sizes, order if latest_stay else on_host)
+        staying = _chosen(on_host, sizes, on_host)
         decisions += [Decision("fetch", home, "keep", sizes[home]) for home in on_host if home in staying]
         if any(values[again] > 0.0 for again in relaxed.choices.again.values()):
             # What a call makes again waits for the backward where it is.

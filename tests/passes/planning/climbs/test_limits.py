@@ -18,7 +18,7 @@ from mtcompile.passes.planning.climbs import climb as climb_module
 from mtcompile.passes.planning.climbs.climb import Climbs
 from mtcompile.passes.planning.climbs.limits import Limits, apart, limits_in_between, parts_of
 from mtcompile.passes.planning.climbs.single import Climb, Ways
-from mtcompile.passes.planning.frontier import Point
+from mtcompile.passes.planning.limits import Point
 from mtcompile.passes.planning.problem import PlanningProblem
 from tests.passes.planning.drawn_plans import MACHINES, WAYS, crossing
 

@@ -1,0 +1,40 @@
+"""The bytes within which a plan must stay, and whether it does."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.plan import Plan
+
+
+class Limits(NamedTuple):
+    """The most bytes on each tier; None: no limit there."""
+
+    device: int | None = None
+    host: int | None = None
+    disk: int | None = None
+
+    def missing(self, plan: Plan) -> dict[str, int]:
+        """Returns by how many bytes a plan is above the limits, by tier: the device first."""
+        limits = (("device", self.device), ("host", self.host), ("disk", self.disk))
+        above = {tier: plan.peak_bytes.get(tier, 0) - most for tier, most in limits if most is not None}
+        return {tier: nbytes for tier, nbytes in above.items() if nbytes > 0}
+
+
+NO_LIMITS = Limits()
+
+
+def order(plan: Plan, limits: Limits) -> tuple[int, float]:
+    """A key by which the best plan within limits comes first, and then those that are least above them."""
+    return sum(limits.missing(plan).values()), plan.total_us
+
+
+def fits(plan: Plan, budgets: Budgets) -> bool:
+    """Says whether the plan's peaks are within the budgets."""
+    return missing_nbytes(plan, budgets) == 0
+
+
+def missing_nbytes(plan: Plan, budgets: Budgets) -> int:
+    """Returns by how many bytes the plan's peaks are above the budgets, of all tiers together."""
+    return sum(max(0, plan.peak_bytes[tier] - n) for tier, n in budgets.nbytes.items() if n is not None)
