@@ -18,7 +18,6 @@ from mtcompile import compiler
 from mtcompile.capture.joint import joint_key
 from mtcompile.kernels.eager import Built, EagerKernels
 from mtcompile.kernels.measure import Alone
-from mtcompile.passes.cuts import compare
 from mtcompile.passes.planning import candidates, frontier
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.figures import lean
@@ -44,8 +43,6 @@ _BOUNDED = (
     "tests/forecast/test_solve.py::test_the_ledger_adds_up_and_names_every_byte",
     "tests/viz/test_data.py",
 )
-# These look at forms of a step. All others go on without comparing any, if the first one fits.
-_COMPARED = ("tests/passes/", "tests/forecast/", "tests/execution/memory/test_faster_fragments.py")
 # These look at what is traced and measured.
 _TRACED_EACH = ("tests/capture/", "tests/kernels/", "tests/torch_private/")
 _FEW = 2  # plans of a local search, and of each ladder of candidates
@@ -81,9 +78,6 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(Candidates, "ladders", property(lambda candidates: candidates._by_density))
         monkeypatch.setattr(Candidates, "resident_may_be_slow", False)
         monkeypatch.setattr(Candidates, "certificate", lambda *_: None)
-    if not request.node.nodeid.startswith(_COMPARED):
-        monkeypatch.setattr(compare, "_NEAR", 1e9)
-        monkeypatch.setattr(compare.Comparison, "is_near", property(lambda forms: forms.best is not None))  # asks for no bounds
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -28,10 +28,9 @@ from mtcompile.passes.analysis.state import (
     weights_nbytes,
     weights_on_disk_nbytes,
 )
-from mtcompile.passes.cuts.bounds import is_small
 from mtcompile.passes.cuts.form import told_head
 from mtcompile.passes.cuts.fragments.figures import told_whole
-from mtcompile.passes.cuts.quick import QuickCandidates
+from mtcompile.passes.cuts.quick import QuickCandidates, is_small
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.limits import NotWorthwhile
 from mtcompile.passes.planning.evaluate import judged

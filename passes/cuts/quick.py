@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 
-from mtcompile.passes.cuts.bounds import is_small
+from mtcompile.passes.cuts.fastest import operations
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.climbs.climb import ways_of
@@ -27,6 +27,12 @@ _AHEAD = (1, 2)  # blocks ahead that their plans fetch
 _FAR = 1.1  # times the bound: a plan that takes longer is compared with those of short climbs
 _FIRST = 8  # plans of each ladder that are tried where none fits
 _CLIMBED = 180  # plans that a short climb evaluates at most
+_SMALL = 3000  # operations of a step that is searched in about a second
+
+
+def is_small(candidates: Candidates) -> bool:
+    """Tells whether a step is searched in about a second."""
+    return operations(candidates) <= _SMALL
 
 
 class QuickCandidates(Candidates):
