@@ -188,8 +188,9 @@ class _Comparison(Generic[S]):
     @functools.cached_property
     def _state_may_fit(self) -> bool:
         """False if what is held at all times has no room in any form."""
-        problem = replace(self.forms.first.candidates.problem, budgets=self.limits)
-        return self.limits.disk_updates or not is_hopeless(problem)  # which weights may be on disk depends on how they are cut
+        if self.limits.host is None or self.limits.disk_updates:  # which weights may be on disk depends on how they are cut
+            return True
+        return not is_hopeless(replace(self.forms.first.candidates.problem, budgets=self.limits))
 
     def _promise(self, form: S) -> tuple[float, float]:
         """Orders forms: by their bounds; those that cannot fit by the bytes that they need."""

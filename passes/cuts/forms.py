@@ -9,7 +9,7 @@ from torch import fx
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.form import Form
 from mtcompile.passes.cuts.fragments.cut import Cut
-from mtcompile.passes.cuts.quick import QuickCandidates
+from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.problem import Planned
 
 
@@ -20,7 +20,7 @@ class FormOfStep(Protocol):
     def form(self) -> Form: ...
 
     @property
-    def candidates(self) -> QuickCandidates: ...
+    def candidates(self) -> Candidates: ...
 
 
 S = TypeVar("S", bound=FormOfStep)
