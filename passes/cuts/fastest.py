@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Generic
 
@@ -35,16 +35,42 @@ from mtcompile.passes.step_graph import kernel_of, regions
 
 STEPS = {"quick": 100, "normal": 1_000, "thorough": 10_000}  # by effort: in which a form gains the time that comparing it takes
 _OPERATION_US = 200.0  # that making a form, its linear program and its plan take for each operation of the step, on one core
+_REFUSED_US = 1_000.0  # of a step, that a refusal which names fewer bytes is worth
 
 
-@dataclass(frozen=True, slots=True)
-class Compared(Generic[S]):
-    """The forms of a step that were ``made``. ``fitting``: those with plans; ``refused``: those of which no plan fits."""
+def fastest_form(forms: Forms[S], allowed: Allowed, effort: str = "normal") -> Comparison[S]:
+    """Compares the forms that are ``allowed``. Where there is a disk, compares them without it first, as far as plans may fit;
+    then with it, if that may be faster. ``effort``: a key of ``STEPS``."""
+    steps, without = STEPS[effort], list[tuple[S, Planned]]()
+    if forms.limits.disk is not None:
+        candidates = forms.first.candidates
+        if may_fit_without(replace(candidates.problem, budgets=forms.limits), candidates, inside=False):
+            compared = Comparison(forms.without_disk(), replace(allowed, begins=UNCUT.begins), steps).run()
+            if (best := compared.best) is not None and not may_gain(best[0].candidates.problem, best[1]):
+                return compared
+            without = compared.fitting
+    return Comparison(forms, allowed, steps, without).run()
 
-    forms: Forms[S]
-    fitting: list[tuple[S, Planned]] = field(default_factory=list)
-    refused: list[tuple[S, DoesNotFit]] = field(default_factory=list)
-    made: list[S] = field(default_factory=list)
+
+@dataclass(slots=True, eq=False)
+class _Chain(Generic[S]):
+    """Forms that are not made yet, finer and finer. ``coarser``: the last one that was made."""
+
+    coarser: S
+    finer: Iterator[S]
+
+
+class Comparison(Generic[S]):
+    """Compares the forms of a step. ``made``: these; ``fitting``: those with plans; ``refused``: those of which no plan fits.
+    ``steps``: in which another form gains the time that comparing it takes."""
+
+    def __init__(self, forms: Forms[S], allowed: Allowed, steps: float, fitting: Sequence[tuple[S, Planned]] = ()) -> None:
+        self.forms, self.limits, self.allowed = forms, forms.limits, allowed
+        self.steps = inf if allowed.in_fragments else steps  # what was asked for is compared whatever that takes
+        self.made, self.fitting, self.refused = list[S](), [*fitting], list[tuple[S, DoesNotFit]]()
+        self._open, self._chains, self._kinds, self._ended = list[S](), list[_Chain[S]](), set[object](), False
+        self._left = list[_Chain[S]]()  # that have ended
+        self._begin: Callable[[], list[_Chain[S]]] = list
 
     @property
     def best(self) -> tuple[S, Planned] | None:
@@ -64,7 +90,7 @@ class Compared(Generic[S]):
     def bound_us(self, form: S, inside: bool = True) -> float:
         """Returns the µs of the fastest plan that a form could have within the limits; infinite if there can be none.
         ``inside``: False for finer forms too."""
-        return form.candidates.bound_us(self.forms.limits.device, self.forms.limits.host, inside)
+        return form.candidates.bound_us(self.limits.device, self.limits.host, inside)
 
     def told(self) -> tuple[S, Planned] | None:
         """Returns ``best``, whose certificate tells of the other forms that were made, too, as far as plans of them may fit."""
@@ -74,74 +100,48 @@ class Compared(Generic[S]):
         certificate = replace(certificate, other_cuts=len(bounds), other_bound_us=min(bounds, default=0.0))
         return best[0], replace(best[1], plan=replace(best[1].plan, certificate=certificate))
 
-
-def fastest_form(forms: Forms[S], allowed: Allowed, effort: str = "normal") -> Compared[S]:
-    """Compares the forms that are ``allowed``. Where there is a disk, compares them without it first, as far as plans may fit;
-    then with it, if that may be faster. ``effort``: a key of ``STEPS``."""
-    steps, without = STEPS[effort], list[tuple[S, Planned]]()
-    if forms.limits.disk is not None:
-        candidates = forms.first.candidates
-        if may_fit_without(replace(candidates.problem, budgets=forms.limits), candidates, inside=False):
-            compared = _Comparison(Compared(forms.without_disk()), replace(allowed, begins=UNCUT.begins), steps).run()
-            if (best := compared.best) is not None and not may_gain(best[0].candidates.problem, best[1]):
-                return compared
-            without = compared.fitting
-    return _Comparison(Compared(forms, without), allowed, steps).run()
-
-
-@dataclass(slots=True)
-class _Chain(Generic[S]):
-    """Forms that are not made yet, finer and finer. ``coarser``: the last one that was made."""
-
-    coarser: S
-    finer: Iterator[S]
-
-
-class _Comparison(Generic[S]):
-    """See above. ``steps``: in which another form gains the time that comparing it takes."""
-
-    def __init__(self, compared: Compared[S], allowed: Allowed, steps: int) -> None:
-        self.compared, self.forms, self.limits, self.allowed = compared, compared.forms, compared.forms.limits, allowed
-        self.steps: float = inf if allowed.in_fragments else steps  # what was asked for is compared whatever that takes
-        self.open, self.chains, self.ended = list[S](), list[_Chain[S]](), False
-
-    def run(self) -> Compared[S]:
+    def run(self) -> Comparison[S]:
         """Compares what is allowed; then what is kept for steps that do not fit otherwise, and may be faster: few rows of all
         embeddings, and fragments; where nothing fits, then finer fragments than a disk could read."""
-        allowed, compared, captured = self.allowed, self.compared, self.forms.captured
+        allowed, first, captured = self.allowed, self.forms.first, self.forms.captured
         now, last = (allowed.fragments, allowed.embeddings), (allowed.last_fragments, allowed.last_embeddings)
         if fetched_by_rows(captured, last[1]) == fetched_by_rows(captured, now[1]):
             last = last[0], now[1]
-        self._compare(*now, allowed.begins)
-        may_gain_more = allowed.compares_last and self._is_worth(self.forms.first.candidates, compared.best_us)
-        if last != now and (compared.best is None or may_gain_more):
-            self._compare(*last, allowed.begins)
-        if compared.best is None and allowed.begins != UNCUT.begins:
-            self._compare(*last, UNCUT.begins)
-        while compared.best is None and self.open and not self.ended:
-            form = min(self.open, key=lambda form: form.candidates.least_nbytes)
-            if compared.refused and not self._may_need_less(form.candidates, compared.refusal[1]):
+        self._compare(first, *now, allowed.begins)
+        if self.best is None:
+            self._compare(first, *last, allowed.begins)
+        elif allowed.compares_last and last != now and self._is_worth(first.candidates, self.best_us):
+            form = self.best[0].form
+            self.allowed = replace(allowed, chunks=form.chunks, tiles=form.tiles)
+            self._compare(self.forms.cut(form) or first, *last, allowed.begins)
+        if self.best is None:
+            self._compare(first, *last, UNCUT.begins)
+        while self.best is None and self._open and not self._ended:
+            form = min(self._open, key=lambda form: form.candidates.least_nbytes)
+            if self.refused and not self._may_need_less(form.candidates, self.refusal[1]):
                 break
             self._plan(form)
-        return compared
+        return self
 
-    def _compare(self, fragments: str | None, embeddings: str, begins: int) -> None:
-        """Adds forms with all rows of embeddings and with few, and chains of finer ones of that which promises more. Makes and
+    def _compare(self, coarsest: S, fragments: str | None, embeddings: str, begins: int) -> None:
+        """Adds a form with all rows of embeddings and with few, and chains of finer ones of that which promises more. Makes and
         plans forms until no other is worth it."""
-        if self.ended:
+        if self._ended or (kind := (coarsest.form, fragments, embeddings, begins)) in self._kinds:
             return
-        forms, first = self.forms, self.forms.first
-        takes_none = embeddings == "auto" and _resident_is_fastest(first.candidates, self.limits)
-        rows = None if takes_none else forms.in_rows(first, embeddings)
+        self._kinds.add(kind)
+        forms = self.forms
+        takes_none = embeddings == "auto" and _resident_is_fastest(coarsest.candidates, self.limits)
+        rows = None if takes_none else forms.in_rows(coarsest, embeddings)
         kinds = [] if rows is None else [(rows, embeddings)]
-        if rows is None or forms.may_take_all_rows(first, rows):
-            kinds.append((first, ""))
+        if rows is None or forms.may_take_all_rows(coarsest, rows):
+            kinds.append((coarsest, ""))
         for form, _ in kinds:
             self._add(form)
         coarsest, taken = kinds[0] if len(kinds) == 1 else min(kinds, key=lambda kind: self._promise(kind[0]))
-        finer = chains_of_forms(self.allowed, first.form, possible_cuts(forms.captured, fragments, begins)[1:])
-        self.chains = [_Chain(coarsest, self._steps(chain, taken)) for chain in finer]
-        while not self.ended and (found := self._next()) is not None:
+        finer = [*chains_of_forms(self.allowed, coarsest.form, possible_cuts(forms.captured, fragments, begins)[1:])]
+        self._begin = lambda: [_Chain(coarsest, self._steps(chain, taken)) for chain in finer]
+        self._chains = self._begin()
+        while not self._ended and (found := self._next()) is not None:
             if isinstance(found, _Chain):
                 self._make(found)
             else:
@@ -149,28 +149,28 @@ class _Comparison(Generic[S]):
 
     def _next(self) -> S | _Chain[S] | None:
         """Returns what promises most: a chain, of which to make a form, or a form, to be planned. None if nothing is worth it.
-        Until a plan is there to compare with, the bounds of forms are compared."""
-        us = self.compared.best_us
-        if us == inf and self.chains:
-            us = min(map(self.compared.bound_us, self.open), default=inf)
-        chains = [chain for chain in self.chains if self._is_worth_making(chain.coarser, us)]
+        Until a plan is there to compare with, bounds are compared with bounds."""
+        us = self.best_us
+        if us == inf and self._chains:
+            us = min(map(self.bound_us, self._open), default=inf)
+        chains = [chain for chain in self._chains if self._is_worth_making(chain.coarser, us)]
         if chains:
-            return min(chains, key=lambda chain: self.compared.bound_us(chain.coarser, inside=False))
-        return min(filter(self._is_worth_planning, self.open), key=self._order, default=None)
+            return min(chains, key=lambda chain: self.bound_us(chain.coarser, inside=False))
+        return min(filter(self._is_worth_planning, self._open), key=self._promise, default=None)
 
     def _is_worth_making(self, coarser: S, us: float) -> bool:
-        """Tells whether a form that is finer than another may be worth it beside one that takes ``us``: where there is none, if
-        the state fits in any form."""
+        """Tells whether a form that is finer than another may be worth it beside one that takes ``us``. Where there is none, it
+        may fit; where the state fits in no form, the refusal may name fewer bytes."""
         if us == inf:
-            return self._state_may_fit
+            return self._state_may_fit or self.steps * _REFUSED_US > _OPERATION_US * operations(coarser.candidates)
         if self.limits.disk is not None:  # with one, plans are far above their bounds
             return False
-        return self._is_worth(coarser.candidates, us, lambda: self.compared.bound_us(coarser, inside=False))
+        return self._is_worth(coarser.candidates, us, lambda: self.bound_us(coarser, inside=False))
 
     def _is_worth_planning(self, form: S) -> bool:
-        if (us := self.compared.best_us) < inf:
-            return self._is_worth(form.candidates, us, lambda: self.compared.bound_us(form))
-        return self._is_alone or self.compared.bound_us(form) < inf
+        if (us := self.best_us) < inf:
+            return self._is_worth(form.candidates, us, lambda: self.bound_us(form))
+        return self._is_alone or self.bound_us(form) < inf
 
     def _is_worth(self, candidates: Candidates, us: float, bound_us: Callable[[], float] | None = None) -> bool:
         """Tells whether what a form may gain over ``us`` is more than what it costs. ``bound_us``: its bound, asked for only if
@@ -183,7 +183,7 @@ class _Comparison(Generic[S]):
     @property
     def _is_alone(self) -> bool:
         """True if there is nothing to compare a form with."""
-        return len(self.compared.made) == 1 and not self.chains
+        return len(self.made) == 1 and not self._chains
 
     @functools.cached_property
     def _state_may_fit(self) -> bool:
@@ -193,30 +193,29 @@ class _Comparison(Generic[S]):
         return not is_hopeless(replace(self.forms.first.candidates.problem, budgets=self.limits))
 
     def _promise(self, form: S) -> tuple[float, float]:
-        """Orders forms: by their bounds; those that cannot fit by the bytes that they need."""
-        us = self.compared.bound_us(form)
+        """Orders forms: by their bounds; those that cannot fit, and all once one did not, by the bytes that they need."""
+        if self._is_alone:
+            return 0.0, 0.0
+        us = inf if self.refused and self.best is None else self.bound_us(form)
         return us, form.candidates.least_nbytes if us == inf else 0.0
 
-    def _order(self, form: S) -> float:
-        """Orders forms in which they are planned: by their bounds; once one did not fit, by the bytes that they need."""
-        if self.compared.refused and self.compared.best is None:
-            return form.candidates.least_nbytes
-        return 0.0 if self._is_alone else self.compared.bound_us(form)
-
-    def _add(self, form: S) -> bool:
-        if is_new := all(form is not known for known in self.compared.made):
-            self.compared.made.append(form)
-            self.open.append(form)
-        return is_new
+    def _add(self, form: S) -> None:
+        if all(form is not known for known in self.made):
+            self.made.append(form)
+            self._open.append(form)
 
     def _make(self, chain: _Chain[S]) -> None:
-        """Makes the next form of a chain. The chain ends where that promises no more than the one before."""
-        if (form := next(chain.finer, None)) is not None:
-            self._add(form)
-        if form is None or self._promise(form) >= self._promise(chain.coarser):
-            self.chains.remove(chain)
-        else:
-            chain.coarser = form
+        """Makes the next form of a chain. The chain ends where that promises no more than the one before, unless its plan turns
+        out to be the fastest; but as long as none fits, only where no finer one may."""
+        if (form := next(chain.finer, None)) is None:
+            self._chains.remove(chain)
+            return
+        self._add(form)
+        us, _ = promise = self._promise(form)
+        if promise >= self._promise(chain.coarser) and not (us == inf and self.bound_us(form, inside=False) < inf):
+            self._chains.remove(chain)
+            self._left.append(chain)
+        chain.coarser = form
 
     def _steps(self, chain: Sequence[Form], taken: str) -> Iterator[S]:
         """Yields the steps of a chain. ``taken``: the embeddings of which they take few rows."""
@@ -236,22 +235,26 @@ class _Comparison(Generic[S]):
         if (device := self.limits.device) is None or self.allowed.fuses:
             return True
         nbytes = head_nbytes(self.forms.captured) // form.chunks
-        return nbytes <= device or nbytes <= min(made.candidates.least_nbytes for made in self.compared.made)
+        return nbytes <= device or nbytes <= min(made.candidates.least_nbytes for made in self.made)
 
     def _plan(self, form: S) -> None:
-        self.open.remove(form)
+        self._open.remove(form)
         if not self.forms.allows(form.form.cut):  # not asked before: it takes products on the device
             return
         try:
             planned = self.forms.find(form)
         except DoesNotFit as error:
-            self.compared.refused.append((form, error))
-            is_nearer = self.compared.refusal[1] is error
-            self.ended = error.tier == "disk" or (error.tier == "host" and not is_nearer)
+            self.refused.append((form, error))
+            is_nearer = self.refusal[1] is error
+            self._ended = error.tier == "disk" or (error.tier == "host" and not is_nearer)
+            if len(self.refused) == 1 and self.best is None:  # where chains end is another question now
+                self._chains = self._begin()
         else:
             if planned is not None:
-                self.compared.fitting.append((form, planned))
-                self.ended = self.limits.disk is not None  # others are compared only where the first does not fit
+                if planned.plan.total_us < self.best_us:
+                    self._chains += [chain for chain in self._left if chain.coarser is form and chain not in self._chains]
+                self.fitting.append((form, planned))
+                self._ended = self.limits.disk is not None  # others are compared only where the first does not fit
 
     def _may_need_less(self, candidates: Candidates, refusal: DoesNotFit) -> bool:
         """Tells whether a form that cannot fit may have a smaller way to go than one that was refused."""

@@ -27,12 +27,12 @@ _AHEAD = (1, 2)  # blocks ahead that their plans fetch
 _FAR = 1.1  # times the bound: a plan that takes longer is compared with those of short climbs
 _FIRST = 8  # plans of each ladder that are tried where none fits
 _CLIMBED = 180  # plans that a short climb evaluates at most
-_SMALL = 3000  # operations of a step that is searched in about a second
+SMALL = 3000  # operations of a step that is searched in about a second
 
 
 def is_small(candidates: Candidates) -> bool:
     """Tells whether a step is searched in about a second."""
-    return operations(candidates) <= _SMALL
+    return operations(candidates) <= SMALL
 
 
 class QuickCandidates(Candidates):

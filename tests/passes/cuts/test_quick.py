@@ -8,7 +8,7 @@ import pytest
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts import bounds, quick
+from mtcompile.passes.cuts import quick
 from mtcompile.passes.cuts.quick import QuickCandidates
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
@@ -64,7 +64,7 @@ def test_a_large_step_without_a_plan_is_refused_without_a_search(step: str, monk
     with pytest.raises(DoesNotFit) as by_search:
         searched.best(1, None)
     assert searched._points, "expected a small step to be searched"
-    monkeypatch.setattr(bounds, "SMALL", 0)
+    monkeypatch.setattr(quick, "SMALL", 0)
     large = candidates_of(step, SLOW)
     with pytest.raises(DoesNotFit) as refused:
         large.best(1, None)
@@ -81,7 +81,7 @@ def test_a_large_step_without_a_plan_is_refused_without_a_search(step: str, monk
 
 def test_a_large_step_is_searched_only_if_its_leanest_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the linear program says that a plan fits."""
-    monkeypatch.setattr(bounds, "SMALL", 0)
+    monkeypatch.setattr(quick, "SMALL", 0)
     candidates = candidates_of("skips", SLOW)
     monkeypatch.setattr(candidates, "bound_us", lambda *_: 1.0)
     with pytest.raises(DoesNotFit) as refused:
@@ -95,7 +95,7 @@ def test_a_large_step_is_searched_only_if_its_leanest_plan_fits(monkeypatch: pyt
 
 
 def test_a_plan_of_short_climbs_replaces_a_slower_one_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "SMALL", 0)
+    monkeypatch.setattr(quick, "SMALL", 0)
     device = budgets_between(candidates_of("skips", SLOW))[1]
     candidates = candidates_of("skips", SLOW)
     monkeypatch.setattr(Candidates, "best", lambda self, device, host, known: self.planned(self._keeping_least.plan))
@@ -108,7 +108,7 @@ def test_a_plan_of_short_climbs_replaces_a_slower_one_of_a_search(monkeypatch: p
 
 
 def test_a_known_plan_needs_no_linear_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "SMALL", 0)
+    monkeypatch.setattr(quick, "SMALL", 0)
     device = budgets_between(candidates_of("skips", SLOW))[1]
     known = candidates_of("skips", SLOW).best(device, None).plan
     candidates = candidates_of("skips", SLOW)
