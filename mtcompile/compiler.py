@@ -38,7 +38,7 @@ from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts import fastest
-from mtcompile.passes.cuts.form import WHOLE, Check, Form, cut_joint, first_form, in_rows, told_head
+from mtcompile.passes.cuts.form import Check, Form, cut_joint, first_form, in_rows, told_head
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
 from mtcompile.passes.joint.accumulate import repeat
@@ -322,11 +322,9 @@ class _Forms:
     @functools.cached_property
     def first(self) -> _Form:
         options = self.target.options
-        chunks, tiles = (1 if number == "auto" else int(number) for number in (options.loss_chunks, options.tiles))
-        whole, first = self._known(Form(chunks, tiles)), first_form(self.captured, options.memory)
-        if options.loss_chunks != "auto" or first == WHOLE or may_be_resident(whole.candidates.problem):
-            return whole
-        return self._known(replace(whole.form, chunks=first.chunks))
+        coarsest = first_form(self.captured, options.memory)
+        chunks = coarsest.chunks if options.loss_chunks == "auto" else int(options.loss_chunks)
+        return self._known(Form(chunks, 1 if options.tiles == "auto" else int(options.tiles)))
 
     def cut(self, form: Form) -> _Form | None:
         return step if (step := self._known(form)).form == form else None

@@ -18,37 +18,18 @@ from mtcompile import compiler
 from mtcompile.capture.joint import joint_key
 from mtcompile.kernels.eager import Built, EagerKernels
 from mtcompile.kernels.measure import Alone
-from mtcompile.passes.cuts import compare
-from mtcompile.passes.planning import candidates, frontier
-from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.figures import lean
-from mtcompile.passes.planning.linear import seeds
 from mtcompile.passes.step_graph import copy_step
 
-# These look at how good plans are. What all other tests show does not depend on it.
-_SEARCHED_WHOLE = (
-    "tests/passes/planning/",
-    "tests/forecast/test_golden.py",
-    "tests/forecast/test_advice.py::test_what_is_advised_gains_as_much",
-)
-# These look at bounds, or at plans that begin at the solutions of linear programs. All others ask for none of them where no
-# forms are compared.
-_BOUNDED = (
+# These look at how good plans are, or at their bounds. What all other tests show does not depend on it.
+_SEARCHED = (
+    "tests/passes/",
+    "tests/forecast/",
     "tests/execution/elastic/",
-    "tests/execution/memory/test_faster_fragments.py::test_a_larger_budget_is_not_slower",
-    "tests/forecast/test_advice.py",
-    "tests/forecast/test_disk.py",
-    "tests/forecast/test_forms.py::test_more_memory_is_never_slower",
-    "tests/forecast/test_solve.py::test_an_update_as_gradients_arrive_hides_behind_the_backward",
-    "tests/forecast/test_solve.py::test_more_memory_is_never_slower",
-    "tests/forecast/test_solve.py::test_the_ledger_adds_up_and_names_every_byte",
+    "tests/execution/memory/test_faster_fragments.py",
     "tests/viz/test_data.py",
 )
-# These look at forms of a step. All others go on without comparing any, if the first one fits.
-_COMPARED = ("tests/passes/", "tests/forecast/", "tests/execution/memory/test_faster_fragments.py")
 # These look at what is traced and measured.
 _TRACED_EACH = ("tests/capture/", "tests/kernels/", "tests/torch_private/")
-_FEW = 2  # plans of a local search, and of each ladder of candidates
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,22 +49,9 @@ def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets searches stop early, which are most of the time that a small model takes to compile."""
-    if not request.node.nodeid.startswith(_SEARCHED_WHOLE):
-        monkeypatch.setattr(candidates, "MOST_SEARCHED", _FEW)
-        monkeypatch.setattr(candidates, "MOST_POINTS", _FEW)
-        monkeypatch.setattr(seeds, "_AHEAD", (1,))
-        monkeypatch.setattr(candidates, "_FEW_SEARCHED", 0)  # as many seeds as small steps have
-        monkeypatch.setattr(Candidates, "_climbs", lambda self: None)
-        monkeypatch.setattr(frontier, "ROUNDS", 1)
-        monkeypatch.setattr(lean, "_SOME_HOMES", 0)  # few ways to need little of the host
-    if not request.node.nodeid.startswith((*_SEARCHED_WHOLE, *_BOUNDED)):
-        monkeypatch.setattr(Candidates, "ladders", property(lambda candidates: candidates._by_density))
-        monkeypatch.setattr(Candidates, "resident_may_be_slow", False)
-        monkeypatch.setattr(Candidates, "certificate", lambda *_: None)
-    if not request.node.nodeid.startswith(_COMPARED):
-        monkeypatch.setattr(compare, "_NEAR", 1e9)
-        monkeypatch.setattr(compare.Comparison, "is_near", property(lambda forms: forms.best is not None))  # asks for no bounds
+    """Lets searches be short, which are most of the time that a small model takes to compile."""
+    if not request.node.nodeid.startswith(_SEARCHED):
+        monkeypatch.setenv("MT_EFFORT", "quick")
 
 
 @pytest.fixture(scope="session", autouse=True)

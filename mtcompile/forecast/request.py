@@ -30,7 +30,7 @@ from mtcompile.optim.state_sizes import average_copies, is_elementwise, state_nb
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
-from mtcompile.passes.cuts.form import Allowed, Form, first_chunks, first_form, in_rows
+from mtcompile.passes.cuts.form import Allowed, Form, first_form, in_rows, small_head
 from mtcompile.passes.cuts.fragments.cut import UNCUT, homes_between
 from mtcompile.passes.joint.batch.joining import Micro, joining_of
 from mtcompile.passes.joint.build import InputHomes
@@ -145,11 +145,11 @@ def sized_step(
     request: ForecastRequest, batch: int, seq: int, like: SizedStep | None = None, compared: bool = False
 ) -> SizedStep:
     """Captures a step at one size. ``like``: the same step at another size, whose form and regions are reused. ``compared``:
-    the step of other forms will be planned too, so that a small one is whole."""
+    the step of other forms will be planned too."""
     request.progress("capturing the step", 0, 0)
     captured, data = _captured(request, batch // request.accumulate, seq)
     device = request.budgets.device
-    first = first_form(captured, device) if compared else Form(first_chunks(captured, device))
+    first = first_form(captured, device) if compared else small_head(captured, device)
     form = like.joint.form if like else first
     return _in_form(request, captured, (tokens_of(data) * request.accumulate, (batch, seq)), form, like)
 

@@ -29,7 +29,7 @@ from mtcompile.optim.update_options import update_options
 from mtcompile.options import check_effort, check_fragments, parse_bytes, parse_disk
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.cuts.bounds import takes_at_least
+from mtcompile.passes.cuts.fastest import takes_at_least
 from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, Progress, no_progress

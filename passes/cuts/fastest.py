@@ -1,109 +1,285 @@
-"""Finds the fastest form of a step, with the widest choice of forms that its limits ask for, and first without its disk."""
+"""Finds the fastest form of a step within its limits, by branch and bound.
+
+    open     forms that are made and not planned yet, each with a bound: the optimum of the linear program of its step. No plan
+             of it is faster, and none fits where that program has no solution
+    chains   forms that are not made yet, finer and finer: each saves memory, and costs time if memory does not matter. The
+             program of the last one that was made bounds them all, once it leaves out what a block's work needs while it runs
+
+What promises most comes first: of a chain the next form is made, a form is planned. A chain ends where the bound does not fall:
+what finer forms save is then worth less than they cost. All ends when what another form may still gain over the best plan in
+the first thousand steps, or another number for another effort, is less than the seconds that it takes to make and plan it. As
+long as nothing fits, a form that needs fewer bytes promises more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from itertools import tee
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Generic
 
-from mtcompile.passes.cuts.bounds import is_small, resident_is_fastest, whole_head_may_gain
-from mtcompile.passes.cuts.compare import Comparison
+from mtcompile.passes.analysis.rows import fetched_by_rows
+from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.form import Allowed, Form, chains_of_forms
-from mtcompile.passes.cuts.forms import Forms, S, rows_of, taken_in_rows
+from mtcompile.passes.cuts.forms import Forms, S
 from mtcompile.passes.cuts.fragments.cut import UNCUT, possible_cuts
+from mtcompile.passes.joint.loss_head import head_nbytes
+from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.more_homes import may_gain
+from mtcompile.passes.planning.disk.spill import is_hopeless
 from mtcompile.passes.planning.disk.without import may_fit_without
-from mtcompile.passes.planning.planner import may_be_resident
+from mtcompile.passes.planning.limits import fits
+from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
+from mtcompile.passes.step_graph import kernel_of, regions
+
+_OPERATION_US = 200.0  # that making a form, its linear program and its plan take for each operation of the step, on one core
+_REFUSED_US = 1_000.0  # of a step, that a refusal which names fewer bytes is worth
 
 
 def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
-    """Compares those of the allowed forms that the fastest may be among. Where there is a disk, compares them without it first,
-    as far as plans may fit; then a few that could be faster with it."""
-    candidates = forms.first.candidates
-    problem = replace(candidates.problem, budgets=forms.limits)
-    if forms.limits.disk is None or not may_fit_without(problem, candidates, inside=not is_small(candidates)):
-        return _compared(Comparison(forms, allowed))
-    without = _compared(Comparison(forms.without_disk(), replace(allowed, begins=UNCUT.begins)))
-    if (best := without.best) is not None and not may_gain(best[0].candidates.problem, best[1]):
-        return without
-    return _compared(Comparison(forms, allowed).after(without))
+    """Compares the forms that are ``allowed``. Where there is a disk, compares them without it first, as far as plans may fit;
+    then with it, if that may be faster."""
+    steps, without = forms.first.candidates.effort.steps, list[tuple[S, Planned]]()
+    if forms.limits.disk is not None:
+        candidates = forms.first.candidates
+        if may_fit_without(replace(candidates.problem, budgets=forms.limits), candidates, inside=False):
+            compared = Comparison(forms.without_disk(), replace(allowed, begins=UNCUT.begins), steps).run()
+            if (best := compared.best) is not None and not may_gain(best[0].candidates.problem, best[1]):
+                return compared
+            without = compared.fitting
+    return Comparison(forms, allowed, steps, without).run()
 
 
-def _compared(comparison: Comparison[S]) -> Comparison[S]:
-    """Compares those of the allowed forms that the fastest may be among. Where none fits, or the fastest of them could be much
-    slower than others, compares what is kept for that too: few rows of all embeddings, fragments, and, where none fits, then
-    finer fragments than a disk could read."""
-    forms, allowed, first = comparison.forms, comparison.allowed, comparison.forms.first
-    now, last = (allowed.fragments, allowed.embeddings), (allowed.last_fragments, allowed.last_embeddings)
-    if allowed.last_embeddings != allowed.embeddings and rows_of(forms, allowed.embeddings) == rows_of(forms, last[1]):
-        last = allowed.last_fragments, allowed.embeddings  # so that nothing is compared twice
-    for (fragments, embeddings), begins in dict.fromkeys(((now, allowed.begins), (last, allowed.begins), (last, UNCUT.begins))):
-        takes_none = embeddings == "auto" and resident_is_fastest(first.candidates, forms.limits)
-        rows = None if takes_none else forms.in_rows(first, embeddings)
-        takes_all = rows is None or forms.may_take_all_rows(first, rows)
-        comparison.hurries = allowed.in_fragments or fragments != allowed.fragments
-        kinds = [(first, None)] * takes_all + ([] if rows is None else [(rows, embeddings)])
-        if not may_be_resident(replace(first.candidates.problem, budgets=forms.limits)):
-            kinds.reverse()  # few rows are likely to be faster
-        finer = tee(_finer_forms(comparison, fragments, begins, comparison.lead is not None), len(kinds))
-        comparison.compare([(form, _chains(comparison, each, taken)) for (form, taken), each in zip(kinds, finer, strict=True)])
-        if comparison.lead is not None and (comparison.is_near or not allowed.compares_last):
-            break
-        if comparison.lead is None and not comparison.could_fit():
-            break
-    comparison.plan_waiting()
-    if not comparison.fitting:
-        comparison.plan_unlikely()
-    elif (whole := _with_whole_head(comparison)) is not None:
-        comparison.compare([(whole, ())])
-        comparison.plan_waiting()
-    return comparison
+@dataclass(slots=True, eq=False)
+class _Chain(Generic[S]):
+    """Forms that are not made yet, finer and finer. ``coarser``: the last one that was made."""
+
+    coarser: S
+    finer: Iterator[S]
 
 
-def _with_whole_head(comparison: Comparison[S]) -> S | None:
-    """Returns the best form with its loss head whole, if that could be 2 % faster: where logits are large, forms begin in
-    chunks."""
-    if (fastest := comparison.best) is None:
-        return None
-    (best, _), forms, allowed = fastest, comparison.forms, comparison.allowed
-    if (chunks := best.form.chunks) == 1 or allowed.chunks != "auto" or forms.limits.disk is not None:
-        return None
-    if not whole_head_may_gain(best.candidates, forms.limits, forms.captured, chunks):
-        return None
-    whole, taken = forms.cut(replace(best.form, chunks=1)), taken_in_rows(best)
-    if whole is None or not taken:
-        return whole
-    in_rows = (forms.in_rows(whole, embeddings) for embeddings in (allowed.embeddings, allowed.last_embeddings))
-    return next((form for form in in_rows if form is not None and taken_in_rows(form) == taken), None)
+class Comparison(Generic[S]):
+    """Compares the forms of a step. ``made``: these; ``fitting``: those with plans; ``refused``: those of which no plan fits.
+    ``steps``: in which another form gains the time that comparing it takes."""
 
+    def __init__(self, forms: Forms[S], allowed: Allowed, steps: float, fitting: Sequence[tuple[S, Planned]] = ()) -> None:
+        self.forms, self.limits, self.allowed = forms, forms.limits, allowed
+        self.steps = inf if allowed.in_fragments else steps  # what was asked for is compared whatever that takes
+        self.made, self.fitting, self.refused = list[S](), [*fitting], list[tuple[S, DoesNotFit]]()
+        self._open, self._chains, self._kinds, self._ended = list[S](), list[_Chain[S]](), set[object](), False
+        self._left = list[_Chain[S]]()  # that have ended
+        self._begin: Callable[[], list[_Chain[S]]] = list
 
-def _finer_forms(comparison: Comparison[S], fragments: str | None, begins: int, compared: bool) -> Iterator[list[Form]]:
-    """Yields chains of finer and finer forms; finds them when the first is asked for. Those that are cut most come first:
-    where some forms are ``compared``, most others then need no search. Where none fits yet, one is found sooner; but forms with
-    other chunks alone, which are made soon, come before them."""
-    forms, first = comparison.forms, comparison.forms.first
-    cuts = possible_cuts(forms.captured, fragments, begins)[1:]
-    chains = [each for each in chains_of_forms(comparison.allowed, first.form, cuts) if each != [first.form]]
-    yield from reversed(chains) if compared else (*chains[:1], *reversed(chains[1:]))
+    @property
+    def best(self) -> tuple[S, Planned] | None:
+        """The fastest form, with its plan."""
+        return min(self.fitting, key=lambda found: found[1].plan.total_us, default=None)
 
+    @property
+    def best_us(self) -> float:
+        """The µs of the fastest plan; infinite if none fits."""
+        return inf if (best := self.best) is None else best[1].plan.total_us
 
-def _chains(comparison: Comparison[S], finer: Iterable[list[Form]], taken: str | None) -> Iterator[Iterator[S]]:
-    """Yields the steps of each chain, made when they are asked for. ``taken``: the embeddings of which they take few rows."""
-    return (_steps_of(comparison, chain, taken) for chain in finer)
+    @property
+    def refusal(self) -> tuple[S, DoesNotFit]:
+        """The form with the smallest way to go, with its refusal."""
+        return min(self.refused, key=lambda refused: way_to_go(refused[1].tier, refused[1].minimum))
 
+    def bound_us(self, form: S, inside: bool = True) -> float:
+        """Returns the µs of the fastest plan that a form could have within the limits; infinite if there can be none.
+        ``inside``: False for finer forms too."""
+        return form.candidates.bound_us(self.limits.device, self.limits.host, inside)
 
-def _steps_of(comparison: Comparison[S], finer: Iterable[Form], taken: str | None) -> Iterator[S]:
-    """Yields the steps of one chain: only forms that may be worth it, as far as there is something to cut."""
-    forms, first = comparison.forms, comparison.forms.first
-    for form in finer:
-        if comparison.is_to_skip(form):
+    def told(self) -> tuple[S, Planned] | None:
+        """Returns ``best``, whose certificate tells of the other forms that were made, too, as far as plans of them may fit."""
+        if (best := self.best) is None or (certificate := best[1].plan.certificate) is None:
+            return best
+        bounds = [us for form in self.made if form is not best[0] and (us := self.bound_us(form)) < inf]
+        certificate = replace(certificate, other_cuts=len(bounds), other_bound_us=min(bounds, default=0.0))
+        return best[0], replace(best[1], plan=replace(best[1].plan, certificate=certificate))
+
+    def run(self) -> Comparison[S]:
+        """Compares what is allowed; then what is kept for steps that do not fit otherwise, and may be faster: few rows of all
+        embeddings, and fragments; where nothing fits, then finer fragments than a disk could read."""
+        allowed, first, captured = self.allowed, self.forms.first, self.forms.captured
+        now, last = (allowed.fragments, allowed.embeddings), (allowed.last_fragments, allowed.last_embeddings)
+        if fetched_by_rows(captured, last[1]) == fetched_by_rows(captured, now[1]):
+            last = last[0], now[1]
+        self._compare(first, *now, allowed.begins)
+        if self.best is None:
+            self._compare(first, *last, allowed.begins)
+        elif allowed.compares_last and last != now and self._is_worth(first.candidates, self.best_us):
+            best = self.best[0].form
+            self.allowed = replace(allowed, chunks=best.chunks, tiles=best.tiles)
+            self._compare(self.forms.cut(best) or first, *last, allowed.begins)
+        if self.best is None:
+            self._compare(first, *last, UNCUT.begins)
+        while self.best is None and self._open and not self._ended:
+            form = min(self._open, key=lambda form: form.candidates.least_nbytes)
+            if self.refused and not self._may_need_less(form.candidates, self.refusal[1]):
+                break
+            self._plan(form)
+        return self
+
+    def _compare(self, coarsest: S, fragments: str | None, embeddings: str, begins: int) -> None:
+        """Adds a form with all rows of embeddings and with few, and chains of finer ones of that which promises more. Makes and
+        plans forms until no other is worth it."""
+        if self._ended or (kind := (coarsest.form, fragments, embeddings, begins)) in self._kinds:
             return
-        if not comparison.has_room_for(form):
-            continue
-        step = first if form == first.form else forms.cut(form)
-        if step is not None and taken is not None:
-            step = forms.in_rows(step, taken)
-        if step is not None:
-            yield step
-        elif form.cut == UNCUT:  # there is nothing more to cut
+        self._kinds.add(kind)
+        forms = self.forms
+        takes_none = embeddings == "auto" and _resident_is_fastest(coarsest.candidates, self.limits)
+        rows = None if takes_none else forms.in_rows(coarsest, embeddings)
+        kinds = [] if rows is None else [(rows, embeddings)]
+        if rows is None or forms.may_take_all_rows(coarsest, rows):
+            kinds.append((coarsest, ""))
+        for form, _ in kinds:
+            self._add(form)
+        coarsest, taken = kinds[0] if len(kinds) == 1 else min(kinds, key=lambda kind: self._promise(kind[0]))
+        finer = [*chains_of_forms(self.allowed, coarsest.form, possible_cuts(forms.captured, fragments, begins)[1:])]
+        self._begin = lambda: [_Chain(coarsest, self._steps(chain, taken)) for chain in finer]
+        self._chains = self._begin()
+        while not self._ended and (found := self._next()) is not None:
+            if isinstance(found, _Chain):
+                self._make(found)
+            else:
+                self._plan(found)
+
+    def _next(self) -> S | _Chain[S] | None:
+        """Returns what promises most: a chain, of which to make a form, or a form, to be planned. None if nothing is worth it.
+        Until a plan is there to compare with, bounds are compared with bounds."""
+        us = self.best_us
+        if us == inf and self._chains:
+            us = min(map(self.bound_us, self._open), default=inf)
+        chains = [chain for chain in self._chains if self._is_worth_making(chain.coarser, us)]
+        if chains:
+            return min(chains, key=lambda chain: self.bound_us(chain.coarser, inside=False))
+        return min(filter(self._is_worth_planning, self._open), key=self._promise, default=None)
+
+    def _is_worth_making(self, coarser: S, us: float) -> bool:
+        """Tells whether a form that is finer than another may be worth it beside one that takes ``us``. Where there is none, it
+        may fit; where the state fits in no form, the refusal may name fewer bytes."""
+        if us == inf:
+            return self._state_may_fit or self.steps * _REFUSED_US > _OPERATION_US * operations(coarser.candidates)
+        if self.limits.disk is not None:  # with one, plans are far above their bounds
+            return False
+        return self._is_worth(coarser.candidates, us, lambda: self.bound_us(coarser, inside=False))
+
+    def _is_worth_planning(self, form: S) -> bool:
+        if (us := self.best_us) < inf:
+            return self._is_worth(form.candidates, us, lambda: self.bound_us(form))
+        return self._is_alone or self.bound_us(form) < inf
+
+    def _is_worth(self, candidates: Candidates, us: float, bound_us: Callable[[], float] | None = None) -> bool:
+        """Tells whether what a form may gain over ``us`` is more than what it costs. ``bound_us``: its bound, asked for only if
+        needed; default: what it takes however much memory there is."""
+        cost_us = _OPERATION_US * operations(candidates)
+        if self.steps * us <= cost_us or takes_at_least(candidates, us):
+            return False
+        return self.steps * (us - (least_us(candidates) if bound_us is None else bound_us())) > cost_us
+
+    @property
+    def _is_alone(self) -> bool:
+        """True if there is nothing to compare a form with."""
+        return len(self.made) == 1 and not self._chains
+
+    @functools.cached_property
+    def _state_may_fit(self) -> bool:
+        """False if what is held at all times has no room in any form."""
+        if self.limits.host is None or self.limits.disk_updates:  # which weights may be on disk depends on how they are cut
+            return True
+        return not is_hopeless(replace(self.forms.first.candidates.problem, budgets=self.limits))
+
+    def _promise(self, form: S) -> tuple[float, float]:
+        """Orders forms: by their bounds; those that cannot fit, and all once one did not, by the bytes that they need."""
+        if self._is_alone:
+            return 0.0, 0.0
+        us = inf if self.refused and self.best is None else self.bound_us(form)
+        return us, form.candidates.least_nbytes if us == inf else 0.0
+
+    def _add(self, form: S) -> None:
+        if all(form is not known for known in self.made):
+            self.made.append(form)
+            self._open.append(form)
+
+    def _make(self, chain: _Chain[S]) -> None:
+        """Makes the next form of a chain. The chain ends where that promises no more than the one before, unless its plan turns
+        out to be the fastest; but as long as none fits, only where no finer one may."""
+        if (form := next(chain.finer, None)) is None:
+            self._chains.remove(chain)
             return
+        self._add(form)
+        us, _ = promise = self._promise(form)
+        if promise >= self._promise(chain.coarser) and not (us == inf and self.bound_us(form, inside=False) < inf):
+            self._chains.remove(chain)
+            self._left.append(chain)
+        chain.coarser = form
+
+    def _steps(self, chain: Sequence[Form], taken: str) -> Iterator[S]:
+        """Yields the steps of a chain. ``taken``: the embeddings of which they take few rows."""
+        for form in chain:
+            if not self._has_room(form):
+                continue
+            step = self.forms.cut(form)
+            if step is not None and taken:
+                step = self.forms.in_rows(step, taken)
+            if step is not None:
+                yield step
+            elif form.cut == UNCUT:  # there is nothing more to cut
+                return
+
+    def _has_room(self, form: Form) -> bool:
+        """Tells whether a form may fit, or need less than those that are made, by its logits alone."""
+        if (device := self.limits.device) is None or self.allowed.fuses:
+            return True
+        nbytes = head_nbytes(self.forms.captured) // form.chunks
+        return nbytes <= device or nbytes <= min(made.candidates.least_nbytes for made in self.made)
+
+    def _plan(self, form: S) -> None:
+        self._open.remove(form)
+        if not self.forms.allows(form.form.cut):  # not asked before: it takes products on the device
+            return
+        try:
+            planned = self.forms.find(form)
+        except DoesNotFit as error:
+            self.refused.append((form, error))
+            is_nearer = self.refusal[1] is error
+            self._ended = error.tier == "disk" or (error.tier == "host" and not is_nearer)
+            if len(self.refused) == 1 and self.best is None:  # where chains end is another question now
+                self._chains = self._begin()
+        else:
+            if planned is not None:
+                if planned.plan.total_us < self.best_us:
+                    self._chains += [chain for chain in self._left if chain.coarser is form and chain not in self._chains]
+                self.fitting.append((form, planned))
+                self._ended = self.limits.disk is not None  # others are compared only where the first does not fit
+
+    def _may_need_less(self, candidates: Candidates, refusal: DoesNotFit) -> bool:
+        """Tells whether a form that cannot fit may have a smaller way to go than one that was refused."""
+        if refusal.tier == "device":
+            return candidates.least_nbytes < refusal.minimum
+        return candidates.bound_us(self.limits.device, None) < inf
+
+
+def operations(candidates: Candidates) -> int:
+    """Returns the number of operations of a step."""
+    step = candidates.problem.step
+    return sum(len(kernel_of(step, region).graph.nodes) for region in regions(step))
+
+
+def least_us(candidates: Candidates) -> float:
+    """Returns the µs that each plan of a step takes, however much memory there is."""
+    return candidates.bound_us(None, None) if candidates.resident_may_be_slow else candidates.resident.plan.total_us
+
+
+def takes_at_least(candidates: Candidates, us: float) -> bool:
+    """Tells whether every plan of a step takes at least ``us``, whatever the memory. Solves no linear program if the plan with
+    everything on the device is faster."""
+    return candidates.resident.plan.total_us >= us and least_us(candidates) >= us
+
+
+def _resident_is_fastest(candidates: Candidates, limits: Budgets) -> bool:
+    """Tells whether the plan with everything on the device fits and none is faster."""
+    resident = not candidates.problem.fixed_homes and fits(candidates.resident.plan, limits)
+    return resident and not candidates.resident_may_be_slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, log2
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from mtcompile.passes.analysis.rows import fetched_by_rows
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, cut_weights, cuts_of
 from mtcompile.passes.cuts.rows.take import take_rows
 from mtcompile.passes.cuts.tiles.rewrite import tile_tokens, tiles_contract
-from mtcompile.passes.joint.loss_head import chunk_loss, largest_logits, narrow_logits, returned_logits
+from mtcompile.passes.joint.loss_head import chunk_loss, head_nbytes, largest_logits, narrow_logits, returned_logits
 from mtcompile.passes.proof.cuts.chunks import check_chunks
 from mtcompile.passes.proof.cuts.fragments import check_fragments
 from mtcompile.passes.proof.cuts.rows import check_rows
@@ -24,10 +23,7 @@ from mtcompile.passes.step_graph import copy_step, storage_nbytes
 from mtcompile.runtime.schedule import gib
 
 AUTO = (1, 4, 16, 64)  # chunks, and tiles, that "auto" chooses among
-SMALL = 3000  # operations of a step whose other forms are made in about a second each
-_LARGE_HEAD = 0.02  # of the device: a loss head whose logits take more is planned in chunks first
-_LARGE_CHUNK = 0.1  # of the device: if the logits of one of so many chunks take more, the head begins in more chunks
-_FEW_ROWS = 256  # of logits in a chunk: with fewer, a GPU reads the weights of the head for longer than it computes
+_LARGE_HEAD = 0.02  # of the device: logits that take more are told of, and sizes are solved for with no larger ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,34 +35,25 @@ class Form:
     tiles: int = 1
     cut: Cut = UNCUT
 
-    @property
-    def is_in_chunks_alone(self) -> bool:
-        """True if nothing is cut but the loss head, or nothing at all."""
-        return self == Form(self.chunks)
-
 
 WHOLE = Form()
 
 
 def first_form(joint: fx.GraphModule, device: int | None) -> Form:
-    """Returns the form in which a joint graph is planned first, for so many bytes of the device: whole, if it is so small that
-    others are made soon."""
-    return WHOLE if len(joint.graph.nodes) <= SMALL else Form(first_chunks(joint, device))
+    """Returns the form in which a joint graph is planned first, for so many bytes of the device: the coarsest with room for the
+    logits of its loss head."""
+    return Form(_chunks_within(head_nbytes(joint), device))
 
 
-def first_chunks(joint: fx.GraphModule, device: int | None) -> int:
-    """Returns the number of chunks of the loss head to begin with: one, unless its logits take a large part of the device.
-    Up to 16, the number is one that other forms have too, so that budgets share forms. More chunks spare little more memory,
-    and each adds time, so they are only for a device that is small beside the logits; and so are chunks of few rows."""
+def small_head(joint: fx.GraphModule, device: int | None) -> Form:
+    """Returns the form whose logits take a small part of the device at once."""
     logits = largest_logits(joint)
-    if logits is None or device is None or (nbytes := storage_nbytes(logits)) < device * _LARGE_HEAD:
-        return 1
-    fewest = int(min(AUTO[-1], 2 ** ceil(log2(nbytes / max(1.0, device * _LARGE_HEAD)))))
-    if fewest > AUTO[-2] and nbytes > AUTO[-2] * device * _LARGE_CHUNK:
-        return fewest
-    number = next(number for number in AUTO if number >= min(fewest, AUTO[-2]))
-    with_many_rows = max(each for each in AUTO if each * _FEW_ROWS <= max(_FEW_ROWS, logits.shape[0]))
-    return min(number, with_many_rows) if nbytes <= with_many_rows * device * _LARGE_CHUNK else number
+    nbytes = 0 if logits is None else storage_nbytes(logits)
+    return Form(_chunks_within(nbytes, None if device is None else int(device * _LARGE_HEAD)))
+
+
+def _chunks_within(nbytes: int, most: int | None) -> int:
+    return next((chunks for chunks in AUTO if most is None or nbytes // chunks <= most), AUTO[-1])
 
 
 def told_head(joint: fx.GraphModule, device: int | None) -> list[str]:
@@ -109,23 +96,18 @@ class Allowed:
     fuses: bool = False
     compares_last: bool = True
 
-    @property
-    def alone(self) -> bool:
-        """True if nothing but rows of embeddings, and what is kept for steps that do not fit, is to be chosen."""
-        return "auto" not in (self.chunks, self.tiles) and self.fragments is None
-
 
 def chains_of_forms(allowed: Allowed, first: Form, cuts: Sequence[Cut]) -> Iterator[list[Form]]:
-    """Yields forms, finer and finer in each list, which begins with the whole: with the loss head in chunks and, with it whole
-    or in many chunks, weights ``cuts`` into fragments, or tiles. ``first``: has the numbers that are not to be chosen."""
+    """Yields forms, finer and finer in each list: with the loss head in chunks and, with it whole or in many chunks, weights
+    ``cut`` into fragments, or tiles. ``first``: has the numbers that are not to be chosen; it is in no list."""
     whole = Form(1 if allowed.chunks == "auto" else first.chunks, 1 if allowed.tiles == "auto" else first.tiles)
     in_chunks = [replace(whole, chunks=number) for number in AUTO] if allowed.chunks == "auto" else [whole]
-    yield in_chunks
-    for coarsest in [in_chunks[:1], [whole, in_chunks[-1]]][: len(in_chunks)]:
+    yield [form for form in in_chunks if form.chunks > first.chunks]
+    for coarsest in dict.fromkeys((whole, in_chunks[-1])):
         for gathers in dict.fromkeys(cut.gathers for cut in cuts):
-            yield [*coarsest, *(replace(coarsest[-1], cut=cut) for cut in cuts if cut.gathers == gathers)]
+            yield [replace(coarsest, cut=cut) for cut in cuts if cut.gathers == gathers]
         if allowed.tiles == "auto":
-            yield [*coarsest, *(replace(coarsest[-1], tiles=number) for number in AUTO[1:])]
+            yield [replace(coarsest, tiles=number) for number in AUTO[1:]]
 
 
 Check = Callable[[], None]

@@ -6,7 +6,6 @@ from typing import Protocol, TypeVar
 
 from torch import fx
 
-from mtcompile.passes.analysis.rows import fetched_by_rows
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.form import Form
 from mtcompile.passes.cuts.fragments.cut import Cut
@@ -68,13 +67,3 @@ class Forms(Protocol[S]):
     def without_disk(self) -> Forms[S]:
         """Returns the forms of the same step as if there were no disk."""
         ...
-
-
-def rows_of(forms: Forms[S], embeddings: str) -> frozenset[str]:
-    """Returns the embeddings of which forms take few rows."""
-    return frozenset(fetched_by_rows(forms.captured, embeddings))
-
-
-def taken_in_rows(form: S) -> frozenset[str]:
-    """Returns the embeddings of which a form takes few rows."""
-    return frozenset(form.candidates.problem.step.meta["rows"])

@@ -19,19 +19,20 @@ from mtcompile.passes.planning.limits import Limits, order
 
 class Effort(NamedTuple):
     """What a search may cost. ``starts``: plans from which it climbs; ``evaluations``: plans that climbs evaluate, about.
-    ``bounded``: whether linear programs give a bound and more plans to begin at."""
+    ``bounded``: whether linear programs give a bound and more plans to begin at. ``steps``: of training, in which what a search
+    or another form of the step gains must be more than what it costs."""
 
     starts: int
     evaluations: int
     bounded: bool
+    steps: int
 
 
 EFFORTS: Mapping[str, Effort] = {
-    "quick": Effort(2, 60, False),
-    "normal": Effort(4, 1000, True),
-    "thorough": Effort(16, 10_000, True),
+    "quick": Effort(2, 60, False, 100),
+    "normal": Effort(4, 1000, True, 1000),
+    "thorough": Effort(16, 10_000, True, 10_000),
 }
-_STEPS = 1000  # of training, in which what a search gains must be more than what it costs
 _EVALUATION_US = 10.0  # what an evaluation costs for each region of a step, on a slow core
 
 
@@ -46,14 +47,14 @@ def searched(
 ) -> list[Plan]:
     """Returns the plans at which climbs end, the best first: within the limits and fast, or, where none is, above them by few
     bytes. ``starts``: with their figures; ``evaluate``: gives a plan its figures; ``regions``: of the step; ``bound_us``: no
-    plan within the limits is faster. Ends once what a plan could still gain in the first thousand steps is less than going on
-    costs."""
+    plan within the limits is faster. Ends once what a plan could still gain in ``effort.steps`` steps is less than it costs to
+    go on."""
     climbs = _begun(list(starts), limits, ways, evaluate, effort)
     rounds, ended = len(climbs).bit_length(), list[Plan]()
     each_round = effort.evaluations / max(1, rounds)
     for _ in range(rounds):
         best = min((climb.best for climb in climbs), key=lambda plan: order(plan, limits))
-        gain_us = _STEPS * (best.total_us - bound_us())
+        gain_us = effort.steps * (best.total_us - bound_us())
         if not limits.missing(best) and gain_us < each_round * regions * _EVALUATION_US:
             break
         for climb in climbs:
@@ -65,7 +66,7 @@ def searched(
 
 
 def _begun(starts: Sequence[Plan], limits: Limits, ways: Ways, evaluate: Callable[[Plan], Plan], effort: Effort) -> list[Climb]:
-    """Returns climbs from the best of the starts. Room is made first for those that are faster but a little above the limits."""
+    """Returns climbs from the best of the starts. Room is made first for those that are fast but a little above the limits."""
     within = [plan for plan in starts if not limits.missing(plan)]
     fastest_us = min((plan.total_us for plan in within), default=inf)
     above = sorted((p for p in starts if limits.missing(p) and p.total_us < fastest_us), key=lambda p: order(p, limits))

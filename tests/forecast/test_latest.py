@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 import mtcompile
 from mtcompile.forecast import forms, request
 from mtcompile.models.decoders import SHAPES
-from mtcompile.passes.cuts import compare
+from mtcompile.passes.cuts import fastest
 from mtcompile.passes.planning import candidates
 
 pytestmark = pytest.mark.long
@@ -20,7 +19,7 @@ BUDGETS = ("32MiB", "40MiB", "32MiB")
 
 def test_further_budgets_of_a_step_get_the_plans_that_they_would_get_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "_SEARCHED", 0)  # as large steps are searched
-    monkeypatch.setattr(compare, "_NEAR", inf)  # only in the first form
+    monkeypatch.setitem(fastest.STEPS, "normal", 0)  # only in the first form
     monkeypatch.setenv("MT_CACHE", "0")
     monkeypatch.setitem(SHAPES, "gpt-11m", replace(SHAPES["gpt-11m"], layers=2, vocabulary=512))
     captured = list[Any]()

@@ -112,8 +112,7 @@ def test_a_step_that_fits_in_no_way_leaves_them_where_they_are() -> None:
     assert model._mt_model.session.parameters.version == version  # the first program still holds
 
 
-def test_a_large_step_is_planned_in_chunks_first_unless_its_state_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtcompile.passes.cuts.form.SMALL", 10)
+def test_a_step_is_planned_in_chunks_unless_its_logits_have_room() -> None:
     for memory, in_chunks in (("3800KB", True), ("1GiB", False)):
         training = model, _ = compiled(memory, "auto")
         loss_of_step(training, 128)
