@@ -1,1 +1,1 @@
-"""The planner: candidate plans, their frontier over time and memory, and the search among them."""
+"""The planner: plans to begin at, their figures, the bound, and the search."""
