@@ -237,14 +237,14 @@ class Candidates:
         homes may leave no room where parts of them would."""
         seeds, aim = list[Plan](), limits
         for _ in range(_GROWN):
-            seeds += self._seeds.plans(aim._asdict(), evaluate)
+            seeds += self._seeds.plans(aim.nbytes, evaluate)
             if aim.device is None or any(not limits.missing(plan) for plan in seeds):
                 break
             aim = aim._replace(device=aim.device + aim.device // 10)
         return seeds
 
     def _bound_us(self, limits: Limits) -> float:
-        return self._bounds.us(limits._asdict()) if self.effort.bounded else 0.0
+        return self._bounds.us(limits.nbytes) if self.effort.bounded else 0.0
 
     def _with_casts(self, plan: Plan, limits: Limits) -> Plan:
         """Returns the plan, or one with casts on the host if that is better within the limits."""
@@ -255,9 +255,9 @@ class Candidates:
 
     def leanest(self, tier: Literal["device", "host", "disk"] = "device", within: Limits = NO_LIMITS) -> Plan:
         """Returns the plan found that needs least of a tier, within limits on others; above these if none is found."""
-        limits = within._replace(**{tier: 0})
+        limits = within._replace(least=tier)
         if limits not in self._found:
-            evaluate = self._within(limits.host)
+            evaluate = self._within(0 if tier == "host" else within.host)
             starts = [evaluate(plan) for plan in self._starts]
             if within.device is not None and all(plan.peak_bytes["device"] > within.device for plan in starts):
                 starts.append(self.leanest())

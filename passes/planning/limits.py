@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Plan
 
 
 class Limits(NamedTuple):
-    """The most bytes on each tier; None: no limit there."""
+    """The most bytes on each tier; None: no limit there. ``least``: the tier of which a plan is to need least, rather than be
+    fast."""
 
     device: int | None = None
     host: int | None = None
     disk: int | None = None
+    least: Literal["device", "host", "disk"] | None = None
+
+    @property
+    def nbytes(self) -> dict[str, int | None]:
+        """The most bytes, by tier."""
+        return {"device": self.device, "host": self.host, "disk": self.disk}
 
     def missing(self, plan: Plan) -> dict[str, int]:
         """Returns by how many bytes a plan is above the limits, by tier: the device first."""
-        limits = (("device", self.device), ("host", self.host), ("disk", self.disk))
-        above = {tier: plan.peak_bytes.get(tier, 0) - most for tier, most in limits if most is not None}
+        above = {tier: plan.peak_bytes.get(tier, 0) - most for tier, most in self.nbytes.items() if most is not None}
         return {tier: nbytes for tier, nbytes in above.items() if nbytes > 0}
 
 
 NO_LIMITS = Limits()
 
 
-def order(plan: Plan, limits: Limits) -> tuple[int, float]:
+def order(plan: Plan, limits: Limits) -> tuple[int, int, float]:
     """A key by which the best plan within limits comes first, and then those that are least above them."""
-    return sum(limits.missing(plan).values()), plan.total_us
+    least = 0 if limits.least is None else plan.peak_bytes.get(limits.least, 0)
+    return sum(limits.missing(plan).values()), least, plan.total_us
 
 
 def fits(plan: Plan, budgets: Budgets) -> bool:

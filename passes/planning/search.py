@@ -69,10 +69,16 @@ def _begun(starts: Sequence[Plan], limits: Limits, ways: Ways, evaluate: Callabl
     """Returns climbs from the best of the starts. Room is made first for those that are fast but a little above the limits."""
     within = [plan for plan in starts if not limits.missing(plan)]
     fastest_us = min((plan.total_us for plan in within), default=inf)
-    above = sorted((p for p in starts if limits.missing(p) and p.total_us < fastest_us), key=lambda p: order(p, limits))
+    above = [plan for plan in starts if limits.missing(plan) and plan.total_us < fastest_us]
+    above.sort(key=lambda plan: (_lacking(plan, limits), order(plan, limits)))
     made = [Climb(limits, ways, evaluate, plan) for plan in above[: effort.starts]]
     for climb in made:
         climb.make_room()
     best_first = sorted((*within, *(climb.best for climb in made)), key=lambda plan: order(plan, limits))
     distinct = {identity(plan): plan for plan in reversed(best_first)}
     return [Climb(limits, ways, evaluate, plan) for plan in list(distinct.values())[::-1][: effort.starts]]
+
+
+def _lacking(plan: Plan, limits: Limits) -> int:
+    """Returns the bytes that a plan is above the limits on all tiers together: what has no room on one may go to another."""
+    return max(0, sum(plan.peak_bytes.get(tier, 0) - most for tier, most in limits.nbytes.items() if most is not None))

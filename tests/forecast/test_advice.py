@@ -48,14 +48,7 @@ def asked_for(change: str, options: dict[str, Any]) -> dict[str, Any]:
     return values | {n: int(v) for n, v in values.items() if n == "lora"} | ({"disk": "1GB"} if "disk" in values else {})
 
 
-@pytest.fixture
-def little_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("MOST_SEARCHED", "_FEWEST_POINTS", "MOST_POINTS"):
-        monkeypatch.setattr(f"mtcompile.passes.planning.candidates.{limit}", 2)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("little_search")
 def test_a_step_that_fits_says_what_would_gain_most() -> None:
     forecast = planned(advise=True)
     assert forecast.feasible and forecast.advice and 1 < len(forecast.advice) <= 3
@@ -161,7 +154,6 @@ HELP = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("little_search")
 def test_a_host_that_is_too_small_is_told_what_would_help_there() -> None:
     forecast = planned(**TIGHT)
     assert not forecast.feasible and forecast.short_bytes > 0

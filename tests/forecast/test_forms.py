@@ -16,8 +16,8 @@ import mtcompile
 from mtcompile.forecast import solve
 from mtcompile.forecast.forms import StepForms
 from mtcompile.models.decoders import Shape, fake
-from mtcompile.passes.cuts import fastest
 from mtcompile.passes.cuts.form import WHOLE
+from mtcompile.passes.planning import search
 from mtcompile.passes.step_graph import fragments_of
 from tests.helpers.stacks import WIDTH, Residual
 from tests.helpers.training import adamw
@@ -150,7 +150,9 @@ def test_no_form_promises_more_than_the_whole_does_with_no_memory_for_the_work_o
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By this bound, it is known that no other form has to be made."""
-    monkeypatch.setitem(fastest.STEPS, "normal", 10**9)  # all that may be faster are made
+    monkeypatch.setitem(
+        search.EFFORTS, "normal", search.EFFORTS["normal"]._replace(steps=10**9)
+    )  # all that may be faster are made
     made, make = list[StepForms](), solve.forms_of
 
     def known(request: Any, batch: int, seq: int) -> StepForms:

@@ -10,16 +10,13 @@ import pytest
 import mtcompile
 from mtcompile.forecast import forms, request
 from mtcompile.models.decoders import SHAPES
-from mtcompile.passes.cuts import fastest
-from mtcompile.passes.planning import candidates
 
 pytestmark = pytest.mark.long
 BUDGETS = ("32MiB", "40MiB", "32MiB")
 
 
 def test_further_budgets_of_a_step_get_the_plans_that_they_would_get_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "_SEARCHED", 0)  # as large steps are searched
-    monkeypatch.setitem(fastest.STEPS, "normal", 0)  # only in the first form
+    monkeypatch.setenv("MT_EFFORT", "quick")
     monkeypatch.setenv("MT_CACHE", "0")
     monkeypatch.setitem(SHAPES, "gpt-11m", replace(SHAPES["gpt-11m"], layers=2, vocabulary=512))
     captured = list[Any]()

@@ -13,6 +13,8 @@ from mtcompile.passes.planning.limits import Limits, order
 
 _HARMS = 1.0005  # times the best plan: moves that make it slower are put off; in 260 tries, one such move helped later
 
+_TIGHT = 3  # plans that are still above the limits once room was made for them, for which room is made again
+
 
 class Ways(NamedTuple):
     """The moves of climbs, what makes room by tier for those that need it, and what fills room that is left."""
@@ -58,11 +60,17 @@ class Climb:
             turn = turn + 1 if self.best is before else FIRST
 
     def make_room(self) -> None:
-        """Makes room for a plan that is above the limits, in the first way that makes enough."""
-        for tier, nbytes in self.limits.missing(before := self.best).items():
-            for room in self.ways.rooms.get(tier, ()):
-                if self.limits.missing(self.best) and (less := room(before, before, nbytes)) is not None:
-                    self._evaluated(less)
+        """Makes room for a plan that is above the limits, in the first way that makes enough. What makes room on one tier may
+        take it on another, where room is made then."""
+        tight = [self.best]
+        for _ in range(1 + len(self.limits.missing(self.best))):
+            made = list[Plan]()
+            for plan in tight:
+                for tier, nbytes in self.limits.missing(plan).items():
+                    for room in self.ways.rooms.get(tier, ()):
+                        if self.limits.missing(self.best) and (less := room(plan, plan, nbytes)) is not None:
+                            made.append(self._evaluated(less))
+            tight = sorted(made, key=lambda plan: order(plan, self.limits))[:_TIGHT]
 
     def _fill(self) -> None:
         """Moves as many homes to the device at once as it has room for: where steps wait for many, one alone gains nothing."""

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.blocks import (
     Block,
+    WaitKind,
     activation_decision,
     at_home_by_rank,
     kept_positions,
     loading,
     variant_decision,
+    waiting,
 )
 from mtcompile.passes.planning.variants import Variant
 
@@ -70,6 +72,13 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
             if ahead := [value for value in values if not plan.loads_late(value.name)]:
                 yield max(value.meta["nbytes"] for value in ahead), loading(ahead, True)
 
+    def alone(plan: Plan, before: Plan) -> _Freed:
+        """Lets homes come back late and their gradients go home at once, the largest first: none is beside another then."""
+        kinds: tuple[WaitKind, ...] = ("return", "gradients")
+        for nbytes in sorted({*sizes.values()}, reverse=True):
+            if alike := [home for home, size in sizes.items() if size == nbytes and not plan.returns_late(home)]:
+                yield nbytes, [decision for kind in kinds for decision in waiting(kind, alike, sizes, True)]
+
     def here(plan: Plan, before: Plan) -> _Freed:
         """Moves homes to the device, those first that the next step reads first."""
         tiers = zip(homes, plan.tiers(homes), before.tiers(homes), strict=True)
@@ -85,7 +94,7 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
                 stay = [activation_decision(value, "device") for value in at_home]
                 yield sum(decision.nbytes for decision in stay), stay
 
-    on_device = (later, again, home, away, recomputed) if host else (again, recomputed, away)
+    on_device = (later, alone, again, home, away, recomputed) if host else (alone, again, recomputed, away)
     on_host = (less_at_home, recomputed, here) if host else (here,)
     return {"device": list(map(_until_enough, on_device)), "host": list(map(_until_enough, on_host))}
 

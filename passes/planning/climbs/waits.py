@@ -25,7 +25,7 @@ def waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Mov
         )
         for rank, nbytes in enumerate(sorted(by_size, reverse=True)):
             homes = [home for home, tier in zip(by_size[nbytes], plan.tiers(by_size[nbytes]), strict=True) if tier == "host"]
-            for kind, waits_now in kinds if plan.lookahead and homes else ():
+            for kind, waits_now in kinds if homes else ():
                 now = any(map(waits_now, homes))
                 if now or rank < _LARGEST:
                     yield Moved((nbytes, kind), LAST, partial(_waiting, plan, [kind], homes, sizes, not now))

@@ -11,7 +11,6 @@ from torch.nn.functional import cross_entropy
 
 import mtcompile
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.planning import candidates as candidates_module
 from mtcompile.passes.planning.problem import DoesNotFit
 
 pytestmark = pytest.mark.slow
@@ -42,9 +41,6 @@ class Words(nn.Module):
 def _plans_quickly_for_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("known_machine", "speeds"):
         monkeypatch.setattr(f"mtcompile.execution.session.{name}", lambda *args: _SLOW_LINK)
-    for limit, fewer in {"MOST_SEARCHED": 2, "MOST_POINTS": 8, "_FEWEST_POINTS": 4, "_REFINED": 5}.items():
-        monkeypatch.setattr(candidates_module, limit, fewer)
-    monkeypatch.setattr(candidates_module.Candidates, "_climbs", lambda self: None)
 
 
 def compiled(memory: str, chunks: int | str) -> tuple[Any, torch.optim.Optimizer]:

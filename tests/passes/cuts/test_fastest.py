@@ -19,6 +19,7 @@ from mtcompile.passes.cuts.form import Allowed, Form, chains_of_forms, first_for
 from mtcompile.passes.cuts.fragments.cut import Cut
 from mtcompile.passes.plan import Certificate, Plan
 from mtcompile.passes.planning.problem import DoesNotFit, Planned
+from mtcompile.passes.planning.search import EFFORTS
 
 RESIDENT_US = 50.0  # of any form, with everything on the device
 IN_CHUNKS = Allowed(tiles=1)
@@ -53,6 +54,7 @@ class Made:
             ),
             resident_may_be_slow=False,
             problem=Problem(),
+            effort=EFFORTS["normal"],
         )
 
 
@@ -107,7 +109,8 @@ def chunks(count: int, bound_us: float, *about: Any, **others: Any) -> Made:
 
 
 def compared(step: Any, allowed: Allowed = IN_CHUNKS, effort: str = "normal") -> Comparison[Any]:
-    return fastest_form(step, allowed, effort)
+    step.first.candidates.effort = EFFORTS[effort]
+    return fastest_form(step, allowed)
 
 
 def test_the_form_with_the_lowest_bound_is_planned_first_and_none_whose_bound_is_not_below_the_best_plan() -> None:
