@@ -128,10 +128,10 @@ def _home(block: str, tier: Choice) -> tuple[Decision, ...]:
     return (Decision("params", block, tier, 0, "tried"),)
 
 
-def examine(seed: int, most: int = MOST_PLANS) -> Result | None:
+def examine(seed: int, most: int = MOST_PLANS, effort: str = "normal") -> Result | None:
     """None where there would be fewer or more plans to try than is worth the time."""
     step, machine = draw(seed)
-    candidates = Candidates(PlanningProblem(step, machine, Budgets()))
+    candidates = Candidates(PlanningProblem(step, machine, Budgets(), effort=effort))
     plans = list(itertools.islice(every_plan(step, candidates.base, list(candidates.sizes)), most + 1))
     if not FEWEST_PLANS <= len(plans) <= most:
         return None

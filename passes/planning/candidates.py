@@ -227,7 +227,7 @@ class Candidates:
         if self.effort.bounded:
             starts += self._seeds_near(limits, evaluate)
         if all(limits.missing(plan) for plan in starts):
-            starts.append(self.leanest() if limits.host is None else self.leanest("host", Limits(limits.device)))
+            starts.append(self._least_within(limits))
         about = self.effort, len(regions(self.problem.step)), lambda: self._bound_us(limits)
         found = searched(starts, limits, self._ways, evaluate, *about)
         return [self._with_casts(found[0], limits), *found] if self._casts else found
@@ -266,16 +266,17 @@ class Candidates:
         return self._found[limits][0]
 
     def _refusal(self, limits: Limits) -> Exception:
-        """Returns the DoesNotFit of limits within which no plan was found: of the tier that lacks bytes, with the fewest that
-        some plan needs."""
+        """Returns the DoesNotFit of limits within which no plan was found: of the first tier that lacks bytes, with those of the
+        plan that needs fewest. Searches begin at that plan where no other fits, so that these work."""
         least = self.leanest()
-        if limits.device is not None and least.peak_bytes["device"] > limits.device:
-            return shortfall(self.evaluate(least), "device", self.problem.step)
-        tier: Literal["host", "disk"] = "host" if limits.host is not None else "disk"
-        on_device = Limits(limits.device)
-        within = [plan for plan in (self.leanest(tier, on_device), *self._searched(limits)) if not on_device.missing(plan)]
-        least = min(within, key=lambda plan: plan.peak_bytes[tier], default=least)
-        return shortfall(self.evaluate(least), tier, self.problem.step)
+        if not Limits(limits.device).missing(least):
+            least = self._least_within(limits)
+        return shortfall(self.evaluate(least), next(iter(limits.missing(least))), self.problem.step)
+
+    def _least_within(self, limits: Limits) -> Plan:
+        """Returns the plan that needs least of the host within the device's bytes, or, without a limit on the host, least of
+        the device."""
+        return self.leanest() if limits.host is None else self.leanest("host", Limits(limits.device))
 
     def least(self) -> Planned:
         """Returns the plan that needs least device memory, whatever the budgets."""

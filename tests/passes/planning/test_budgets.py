@@ -1,4 +1,4 @@
-"""Larger budgets are never slower, on either tier, and the cache changes no plan."""
+"""Larger budgets are hardly ever slower, on either tier, and the plan found before serves again."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from torch import nn
 from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.plan import Plan, Updates
+from mtcompile.passes.plan import Updates
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.climbs.casts import with_casts
-from mtcompile.passes.planning.problem import Candidate, DoesNotFit, PlanningProblem
-from mtcompile.runtime.schedule import Schedule
+from mtcompile.passes.planning.limits import Limits
+from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from tests.helpers.tracing import trace, traced_case
+from tests.passes.planning.drawn_plans import are_hardly_slower
 
 pytestmark = pytest.mark.slow  # it searches for plans
 COUNTS = [4, pytest.param(20, marks=pytest.mark.long)]  # of budgets
-_NOTHING = Schedule((), {}, {}, {}, {})
 SHARES = {"decoder": 0.1, "experts": 0.8}  # of the device memory, while the host's varies
 
 
@@ -72,7 +71,7 @@ def problem(name: str) -> PlanningProblem:
 def searched(name: str) -> tuple[Candidates, int, int]:
     """With the device bytes of the leanest plan and of the fastest."""
     candidates = Candidates(problem(name))
-    least = candidates.least().plan.peak_bytes["device"]
+    least = candidates.leanest().peak_bytes["device"]
     return candidates, least, candidates.best(None, None).plan.peak_bytes["device"]
 
 
@@ -90,72 +89,34 @@ def times(candidates: Candidates, budgets: list[tuple[int | None, int | None]]) 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("host_share", [None, 0.9])
 @pytest.mark.parametrize("name", ["decoder", pytest.param("experts", marks=pytest.mark.long)])
-def test_more_device_memory_is_never_slower(name: str, host_share: float | None, count: int) -> None:
+def test_more_device_memory_is_hardly_slower(name: str, host_share: float | None, count: int) -> None:
     candidates, least, most = searched(name)
     host = None
     if host_share is not None:
         host = int(candidates.best(least + (most - least) // 3, None).plan.peak_bytes["host"] * host_share)
     predicted = times(candidates, [(least + (most - least) * i // (count - 1), host) for i in range(count)])
-    assert len(predicted) > count // 3 and predicted == sorted(predicted, reverse=True)
+    assert len(predicted) > count // 3 and are_hardly_slower(predicted), predicted
 
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", ["decoder", pytest.param("experts", marks=pytest.mark.long)])
-def test_more_host_memory_is_never_slower(name: str, count: int) -> None:
+def test_more_host_memory_is_hardly_slower(name: str, count: int) -> None:
     candidates, least, most = searched(name)
     device = int(least + (most - least) * SHARES[name])
-    fewest = candidates.needs("host", {"device": device})
-    assert fewest is not None
+    fewest = candidates.leanest("host", Limits(device)).peak_bytes["host"]
     budgets: list[int | None] = [fewest + fewest // 2 * i // (count - 2) for i in range(count - 1)]
     predicted = times(candidates, [(device, nbytes) for nbytes in [*budgets, None]])
-    assert len(predicted) == count and predicted == sorted(predicted, reverse=True)
+    assert len(predicted) == count and are_hardly_slower(predicted), predicted
 
 
-def test_casts_are_tried_with_the_plans_of_less_host_memory() -> None:
-    """With 5 bytes of the host, the plan that takes 3 of them is the fastest: casts shorten it more than that which takes 5."""
-
-    def candidate(us: float, nbytes: int, narrow: bool = False) -> Candidate:
-        plan = Plan(step_time_us=us, lookahead=nbytes, narrow=narrow, peak_bytes={"device": 0, "host": nbytes})
-        return Candidate(plan, lambda: _NOTHING)
-
-    by_host = {None: candidate(100.0, 9), 5: candidate(150.0, 5), 4: candidate(160.0, 3), 2: candidate(170.0, 2)}
-    cast_us = {9: 95.0, 5: 149.0, 3: 140.0, 2: 169.0}
-
-    def evaluated(plan: Plan) -> Candidate:
-        nbytes = plan.lookahead
-        return candidate(cast_us[nbytes] if plan.narrow else plan.step_time_us, nbytes, plan.narrow)
-
-    def fastest(host: int | None) -> float:
-        budgets, uncast = Budgets(0, host), lambda asked: by_host.get(asked)
-        return with_casts(traced_case("gpt2").step, by_host[host], (), evaluated, budgets, uncast).plan.total_us
-
-    assert [fastest(host) for host in (2, 4, 5, None)] == [169.0, 140.0, 140.0, 95.0]
-
-
-class Memory:
-    """Stores a search in this process."""
-
-    def __init__(self) -> None:
-        self.text: str | None = None
-
-    def read(self) -> str | None:
-        return self.text
-
-    def write(self, text: str) -> None:
-        self.text = text
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in ("decoder", "experts")])
-def test_a_cold_and_a_warm_cache_give_the_same_plan(name: str) -> None:
-    """A search of its own, one that was stored for other budgets, and the plan that was found for these."""
+@pytest.mark.parametrize("name", ["decoder", pytest.param("experts", marks=pytest.mark.long)])
+def test_the_plan_found_before_serves_again_without_a_search(name: str) -> None:
     candidates, least, most = searched(name)
     host = candidates.best(least + (most - least) // 3, None).plan.peak_bytes["host"]
-    for device, limit in ((least + (most - least) // 4, None), (least + (most - least) // 2, int(host * 0.95))):
-        store = Memory()
-        cold = Candidates(problem(name), store=store).best(device, limit)
-        assert store.text is not None
-        warm = Candidates(problem(name), store=store).best(device, limit)
-        known = Candidates(problem(name)).best(device, limit, cold.plan)
-        served = candidates.best(device, limit)
-        for other in (warm, known, served):
-            assert (other.plan, other.schedule) == (cold.plan, cold.schedule)
+    for device, limit in ((least + (most - least) // 3, None), (least + (most - least) // 3, host)):
+        before = candidates.best(device, limit)
+        fresh = Candidates(problem(name))
+        again = fresh.best(device, limit, before.plan)
+        assert (again.plan, again.schedule) == (before.plan, before.schedule) and fresh.evaluations == 1
+        other = fresh.best(before.plan.peak_bytes["device"] - 1, None, before.plan).plan  # it fits no longer
+        assert fresh.evaluations > 1 and other.peak_bytes["device"] < before.plan.peak_bytes["device"]

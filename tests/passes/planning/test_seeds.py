@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import itertools
 from typing import Any
 
 import pytest
 
-from mtcompile.passes.analysis.state import Budgets
-from mtcompile.passes.plan import Plan
+from mtcompile.passes.analysis.state import Budgets, held_nbytes
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.limits import Limits
 from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.relaxation import Chain
-from mtcompile.passes.planning.linear.seeds import Within
+from mtcompile.passes.planning.linear.relaxation import Bounds, Chain
+from mtcompile.passes.planning.linear.seeds import Rounding, within_of
 from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.planning.starts import least_plan
 from tests.passes.planning.drawn_plans import MACHINES, WAYS, crossing
 
 
@@ -41,32 +42,27 @@ def test_each_optimum_of_a_chain_begins_at_the_one_before_and_is_made_once() -> 
     assert Chain(never, 1000).above(500) is None and Chain(solve, 0).above(0) is None
 
 
-@pytest.mark.parametrize(
-    ("host", "most_us", "made"),
-    [
-        (None, 50.0, [(1, 100), (1, 70), (2, 70), (3, 70)]),
-        (None, 5.0, [(1, 100), (2, 70), (3, 70)]),
-        (1000, 50.0, [(1, 100), (1, 70), (2, 100), (2, 70), (3, 100), (3, 70)]),
-    ],
-    ids=["the first one tells", "one that is too slow is not made for fewer", "not with a limit on the host"],
-)
-def test_seeds_leave_free_what_the_first_one_needed(
-    host: int | None, most_us: float, made: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each plan takes 30 bytes more than it was made for."""
-    asked: list[tuple[int, int]] = []
-
-    def rounded(self: Within, limits: dict[str, int], base: Plan, optimum: object) -> Plan:
-        asked.append((base.lookahead, limits["device"]))
-        return base.changed(step_time_us=10.0, peak_bytes={"device": limits["device"] + 30, "host": 0})
-
-    monkeypatch.setattr(Within, "_rounded", rounded)
-    some: Any = SimpleNamespace(near=lambda limits: None)
-    solve: Any = lambda limits, ahead, like: None  # noqa: E731
-    rounding: Any = None
-    seeds = Within(solve, some, Plan(), rounding, {})
-    plans = list(seeds.plans({"device": 100, "host": host}, lambda plan: plan, most_us))
-    assert asked == made and [plan.lookahead for plan in plans] == [ahead for ahead, _ in made]
+@pytest.mark.parametrize("share", [0.4, 0.6])
+def test_seeds_are_near_their_limits_and_some_are_within(share: float) -> None:
+    """Those that fetch as far ahead are made within fewer and fewer bytes, until one is within the limits."""
+    problem = PlanningProblem(crossing(), MACHINES[1], Budgets(updates=WAYS["behind the forward"]))
+    candidates = Candidates(problem)
+    low, resident = candidates.floor, candidates.resident.plan
+    least = least_plan(candidates.base, candidates.blocks)
+    limits = Limits(int(low + share * (resident.peak_bytes["device"] - low)))
+    bounds = Bounds(problem, candidates.blocks, candidates.planned(least).schedule, candidates.resident)
+    rounding, held = Rounding(candidates.blocks, candidates.sizes), held_nbytes(problem.step, problem.budgets)
+    seeds = within_of(bounds, least, rounding, held)
+    plans = list(seeds.plans(limits._asdict(), lambda plan: candidates.evaluate(plan).plan))
+    by_ahead = [list(alike) for _, alike in itertools.groupby(plans, lambda plan: plan.lookahead)]
+    assert [alike[0].lookahead for alike in by_ahead] == [1, 2, 3]
+    for alike in by_ahead:
+        peaks = [plan.peak_bytes["device"] for plan in alike]
+        assert peaks == sorted(peaks, reverse=True) and len(peaks) <= 3 and peaks[0] < 1.2 * (limits.device or 0)
+        assert all(map(limits.missing, alike[:-1]))
+    assert any(not limits.missing(plan) for plan in plans)
+    again = within_of(bounds, least, rounding, held).plans(limits._asdict(), lambda plan: candidates.evaluate(plan).plan)
+    assert list(again) == plans
 
 
 @pytest.mark.long

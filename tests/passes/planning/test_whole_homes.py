@@ -16,13 +16,13 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, held_nbytes
 from mtcompile.passes.plan import Decision, Updates
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.climbs.limits import Limits
+from mtcompile.passes.planning.climbs.climb import Climb, Ways
 from mtcompile.passes.planning.climbs.room import filling
-from mtcompile.passes.planning.climbs.single import Climb, Ways
-from mtcompile.passes.planning.linear import blocks
+from mtcompile.passes.planning.limits import Limits
 from mtcompile.passes.planning.linear.relaxation import Relaxed
 from mtcompile.passes.planning.linear.seeds import Rounding
 from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.planning.starts import least_plan
 from tests.helpers.tracing import trace
 
 # Updates on the host take as long as copies, and both longer than what the device computes.
@@ -102,7 +102,7 @@ def test_seeds_of_blocks_that_save_nothing_make_values_again_and_keep_to_their_l
     """Calls make what single operations give again, in runs that have room; other values wait where the program has them."""
     candidates = Candidates(PlanningProblem(chain(40, 32, 256), _MACHINE, Budgets(updates=Updates(run_ahead=True))))
     assert not any(block.saved for block in candidates.blocks)
-    base = replace(candidates._by_density[0][0], lookahead=2, pooled=True)
+    base = replace(least_plan(candidates.base, candidates.blocks), lookahead=2, pooled=True)
     resident = candidates.resident.plan.peak_bytes["device"]
 
     def rounded(share: float) -> tuple[float, list[bool]]:
@@ -129,27 +129,24 @@ def made_again(candidates: Candidates, plan: Any) -> list[bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gbps", [0.25, 1.0])
-def test_where_calls_make_values_again_the_bound_counts_what_they_fetch(gbps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_calls_make_values_again_no_plan_is_below_the_bound(gbps: float) -> None:
     machine = replace(_MACHINE, h2d_gbps=gbps, d2h_gbps=gbps)
     problem = PlanningProblem(chain(12, 64, 64), machine, Budgets(updates=Updates(run_ahead=True)))
     candidates = Candidates(problem)
     low, high = candidates.floor, candidates.resident.plan.peak_bytes["device"]
     limits = [int(low + (high - low) * share) for share in (0.02, 0.05, 0.1)]
-    bounds = [candidates.bound_us(limit, None) for limit in limits]
-    monkeypatch.setattr(blocks, "_fetch_for_call", lambda *about: None)
-    without = [Candidates(problem).bound_us(limit, None) for limit in limits]
-    assert all(bound > 1.08 * less for bound, less in zip(bounds, without, strict=True))
-    candidates.best(limits[-1], None)
-    plans = [point.plan for point in candidates._points] + list(candidates._climbs().plans.values())  # type: ignore[union-attr]
-    for limit, bound in zip(limits, bounds, strict=True):
-        within = [plan.total_us for plan in plans if plan.peak_bytes["device"] <= limit]
-        assert len(within) > 3 and bound <= min(within)
+    for limit in limits:
+        candidates.best(limit, None)
+    for limit in limits:
+        bound = candidates.bound_us(limit, None)
+        within = [plan.total_us for plan in candidates.others(Budgets(limit), 10)[:-1]]
+        assert within and bound <= min(within) * (1 + 1e-9)
 
 
 def test_climbs_fill_the_room_that_is_left_with_homes() -> None:
     candidates = Candidates(PlanningProblem(chain(12, 64, 8), _MACHINE, Budgets(updates=Updates(run_ahead=True))))
     homes = candidates.open_params, held_nbytes(candidates.problem.step, candidates.problem.budgets)
-    first = candidates.evaluate(candidates._by_density[0][0]).plan
+    first = candidates.evaluate(least_plan(candidates.base, candidates.blocks)).plan
     room = 5 * max(homes[1].values()) + 1
     climb = Climb(
         Limits(first.peak_bytes["device"] + room),

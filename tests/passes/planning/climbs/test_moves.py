@@ -11,15 +11,18 @@ import pytest
 
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Choice, Decision, Decisions, Plan
+from mtcompile.passes.planning.blocks import blocks_alike, kept_positions
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.climbs.kicks import FIRST, LAST, THEN, Move, Moved
-from mtcompile.passes.planning.climbs.limits import Limits
+from mtcompile.passes.planning.climbs.casts import casts
+from mtcompile.passes.planning.climbs.climb import Climb, Ways, repeated
+from mtcompile.passes.planning.climbs.move import FIRST, LAST, THEN, Move, Moved
 from mtcompile.passes.planning.climbs.moves import moves
-from mtcompile.passes.planning.climbs.single import Climb, Ways, repeated
-from mtcompile.passes.planning.ladders import blocks_alike, kept_positions
+from mtcompile.passes.planning.climbs.singles import singles
+from mtcompile.passes.planning.limits import Limits
 from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.planning.starts import least_plan
 from tests.helpers.tracing import traced_case
-from tests.passes.planning.drawn_plans import MACHINES, WAYS
+from tests.passes.planning.drawn_plans import MACHINES, WAYS, crossing
 
 _PEAKS = {"device": 0, "host": 0}
 _TIERS: tuple[Choice, Choice] = "device", "host"
@@ -29,7 +32,7 @@ def test_blocks_keep_more_or_less_one_after_the_other() -> None:
     problem = PlanningProblem(traced_case("llama").step, MACHINES[1], Budgets(updates=WAYS["behind the forward"]))
     candidates = Candidates(problem)
     alike = max(blocks_alike(candidates.blocks), key=len)
-    variants, plan = alike[0].variants, candidates._by_density[0][0]
+    variants, plan = alike[0].variants, least_plan(candidates.base, candidates.blocks)
     assert len(alike) > 1 and len(variants) > 1
     for number, more in ((len(variants) - 1, True), (0, False)):
         first = alike[-1] if more else alike[0]  # what the last blocks keep waits shortest
@@ -101,8 +104,10 @@ def test_what_made_no_room_for_a_move_does_so_again_last(room_helps: bool) -> No
 def test_moves_of_a_kind_have_names_of_their_own() -> None:
     problem = PlanningProblem(traced_case("llama").step, MACHINES[1], Budgets(updates=WAYS["behind the forward"]))
     candidates = Candidates(problem)
-    for kind in moves(candidates.blocks, candidates.open_params, True):
-        for plan in (candidates._by_density[0][0], candidates.resident.plan):
+    of_one = singles(candidates.blocks, candidates.open_params, True, 10**6)
+    assert of_one
+    for kind in moves(candidates.blocks, candidates.open_params, True) + of_one:
+        for plan in (least_plan(candidates.base, candidates.blocks), candidates.resident.plan):
             assert max(Counter(moved.name for moved in kind(plan)).values(), default=1) == 1
     equal, exchanges = ["a", "b", "c"], 0
     kind = moves([], dict.fromkeys(equal, 8), False)[0]
@@ -114,18 +119,60 @@ def test_moves_of_a_kind_have_names_of_their_own() -> None:
     assert exchanges == 2 * 6  # of all plans, six have homes on both tiers
 
 
-def test_plans_that_no_move_led_to_try_all_that_makes_room() -> None:
-    made: list[int] = []
+def test_room_is_made_in_the_first_way_that_makes_enough() -> None:
+    made: list[str] = []
 
-    def room(plan: Plan, before: Plan, missing: int) -> Plan:
-        made.append(plan.span)
-        return plan.changed(lookahead=1)  # which is much slower
+    def room(name: str, nbytes: int, plan: Plan, before: Plan, missing: int) -> Plan:
+        assert plan is before and missing == 7
+        made.append(name)
+        return plan.changed(lookahead=nbytes)
 
     def evaluate(plan: Plan) -> Plan:
-        nbytes = 0 if plan.lookahead or not plan.span else 8
-        return plan.changed(step_time_us=100.0 - plan.span + 50.0 * plan.lookahead, peak_bytes={"device": nbytes, "host": 0})
+        return plan.changed(step_time_us=100.0, peak_bytes={"device": 8 - plan.lookahead, "host": 0})
 
-    climb = Climb(Limits(1), Ways([], {"device": [room, room]}, lambda plan, unused: iter(())), evaluate, evaluate(Plan()), 60)
-    for span in (1, 2, 3):
-        assert not climb.is_better(Plan(span=span))
-    assert made == [1, 1, 2, 2, 3, 3]
+    rooms = [partial(room, "little", 3), partial(room, "enough", 7), partial(room, "more", 8)]
+    climb = Climb(Limits(1), Ways([], {"device": rooms}, lambda plan, unused: iter(())), evaluate, evaluate(Plan()))
+    climb.make_room()
+    assert made == ["little", "enough"] and climb.best.lookahead == 7
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_a_move_of_one_decision_changes_that_alone_and_together_they_reach_all(host: bool) -> None:
+    problem = PlanningProblem(crossing(), MACHINES[1], Budgets(updates=WAYS["behind the forward"]))
+    candidates = Candidates(problem)
+    plan, homes, block = candidates.resident.plan, list(candidates.open_params), candidates.blocks[1]
+    kinds = singles(candidates.blocks, candidates.open_params, host, 1000)
+    reached = [moved.make() for kind in kinds for moved in kind(plan)]
+    assert [each.tiers(homes).count("host") for each in reached[: len(homes)]] == [1] * len(homes)
+    kept = {kept_positions(each, block) for each in reached}
+    assert len(block.saved) <= 4 and len(kept) == 2 ** len(block.saved)  # few values: any of them
+    for each in reached:
+        others = [kept_positions(each, other) != kept_positions(plan, other) for other in candidates.blocks]
+        assert sum(others) + sum(one != other for one, other in zip(each.tiers(homes), plan.tiers(homes), strict=True)) <= 1
+    crossing_now = [[each.activation(value.name) for value in block.crossing] for each in reached]
+    tiers = {"device", "recompute", *(["host"] if host else [])}
+    assert {tier for tier, *_ in crossing_now} == tiers
+    assert host or not any(each.activation(v.name) == "host" for each in reached for b in candidates.blocks for v in b.saved)
+    assert not singles(candidates.blocks, candidates.open_params, host, 20)  # too many for so short a search
+
+
+def test_homes_on_both_tiers_are_exchanged_and_stay_or_do_not() -> None:
+    sizes = {"a": 8, "b": 16, "c": 24}
+    (kind,) = singles([], sizes, True, 100)
+    plan = Plan(Decisions([Decision("params", "a", "device", 8), *(Decision("params", home, "host", 8) for home in "bc")]))
+    reached = {moved.name: moved.make() for moved in kind(plan)}
+    assert reached.keys() == {"a", "b", "c", ("b", "stays"), ("c", "stays"), ("a", "b"), ("a", "c")}
+    assert reached["a", "c"].tiers(sizes) == ["host", "host", "device"]
+    assert reached["b", "stays"].stays("b") and not plan.stays("b")
+
+
+def test_the_host_casts_all_or_none_or_shares_of_the_weights_it_may() -> None:
+    kind = casts(homes := [f"home {number}" for number in range(16)])
+    (on,) = kind(Plan(narrow=False))
+    whole = on.make()
+    assert whole.narrow and not whole.wide
+    reached = {moved.name: moved.make() for moved in kind(whole)}
+    assert reached.keys() == {"none", 1, 3} and not reached["none"].narrow
+    assert [len(reached[part].wide) for part in (1, 3)] == [2, 6]
+    most = whole.changed(wide=tuple(homes[:14]))
+    assert {moved.name for moved in kind(most)} == {"none", 6}
