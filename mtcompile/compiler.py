@@ -38,7 +38,7 @@ from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts import fastest
-from mtcompile.passes.cuts.form import Check, Form, cut_joint, first_form, in_rows, told_head
+from mtcompile.passes.cuts.form import Check, Form, cut_joint, first_form, in_rows, small_head, told_head
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
 from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
 from mtcompile.passes.joint.accumulate import repeat
@@ -322,8 +322,8 @@ class _Forms:
     @functools.cached_property
     def first(self) -> _Form:
         options = self.target.options
-        coarsest = first_form(self.captured, options.memory)
-        chunks = coarsest.chunks if options.loss_chunks == "auto" else int(options.loss_chunks)
+        begun = first_form if options.disk is None else small_head  # with a disk, others are compared only if it does not fit
+        chunks = begun(self.captured, options.memory).chunks if options.loss_chunks == "auto" else int(options.loss_chunks)
         return self._known(Form(chunks, 1 if options.tiles == "auto" else int(options.tiles)))
 
     def cut(self, form: Form) -> _Form | None:

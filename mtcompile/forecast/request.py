@@ -149,7 +149,7 @@ def sized_step(
     request.progress("capturing the step", 0, 0)
     captured, data = _captured(request, batch // request.accumulate, seq)
     device = request.budgets.device
-    first = first_form(captured, device) if compared else small_head(captured, device)
+    first = first_form(captured, device) if compared and request.budgets.disk is None else small_head(captured, device)
     form = like.joint.form if like else first
     return _in_form(request, captured, (tokens_of(data) * request.accumulate, (batch, seq)), form, like)
 

@@ -8,7 +8,7 @@
 What promises most comes first: of a chain the next form is made, a form is planned. A chain ends where the bound does not fall:
 what finer forms save is then worth less than they cost. All ends when what another form may still gain over the best plan in
 the first thousand steps, or another number for another effort, is less than the seconds that it takes to make and plan it. As
-long as nothing fits, a form that needs fewer bytes promises more.
+long as nothing fits, a form that needs fewer bytes promises more, and a chain ends where no finer form may fit.
 """
 
 from __future__ import annotations
@@ -245,7 +245,8 @@ class Comparison(Generic[S]):
         except DoesNotFit as error:
             self.refused.append((form, error))
             is_nearer = self.refusal[1] is error
-            self._ended = error.tier == "disk" or (error.tier == "host" and not is_nearer)
+            others_may_fit = self.limits.disk is None and self.bound_us(form) < inf
+            self._ended = error.tier == "disk" or (error.tier == "host" and not is_nearer and not others_may_fit)
             if len(self.refused) == 1 and self.best is None:  # where chains end is another question now
                 self._chains = self._begin()
         else:

@@ -43,11 +43,12 @@ class Made:
     finer_us: float = 55.0
     least_nbytes: int = 2
     rows: bool = False
+    device_us: float | None = None  # where the host has no limit
     candidates: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self.candidates = SimpleNamespace(
-            bound_us=lambda device, host, inside=True: self.bound_us if inside else self.finer_us,
+            bound_us=self._bound_us,
             least_nbytes=self.least_nbytes,
             resident=SimpleNamespace(
                 plan=SimpleNamespace(total_us=RESIDENT_US, peak_bytes={"device": 2, "host": 0, "disk": 0})
@@ -56,6 +57,11 @@ class Made:
             problem=Problem(),
             effort=EFFORTS["normal"],
         )
+
+    def _bound_us(self, device: int | None, host: int | None, inside: bool = True) -> float:
+        if host is None and self.device_us is not None:
+            return self.device_us
+        return self.bound_us if inside else self.finer_us
 
 
 @dataclass
@@ -160,8 +166,10 @@ def test_a_refusal_is_of_the_form_with_the_smallest_way_to_go() -> None:
 
 
 def test_a_refusal_by_the_host_that_is_no_nearer_is_the_last() -> None:
-    step = Step([chunks(count, bound, ("host", nbytes)) for count, bound, nbytes in ((1, 99, 9), (4, 98, 9), (16, 97, 8))])
-    assert compared(step).refusal[1].minimum == 8 and step.planned == [16, 1]
+    needs = (1, 5, 9), (4, 4, 9), (16, 3, 8)
+    forms = [chunks(n, inf, ("host", host), finer_us=inf, least_nbytes=least, device_us=90.0) for n, least, host in needs]
+    step = Step(forms, Budgets(1, 1, 0, disk_updates=True))
+    assert compared(step).refusal[1].minimum == 8 and step.planned == [16, 4]
 
 
 def test_forms_that_cannot_be_run_or_change_bits_are_passed_over() -> None:
