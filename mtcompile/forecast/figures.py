@@ -216,7 +216,7 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
             ways.append(f"{what}: weights that train may then go to disk, with their state")
         return replace(unplanned, short_bytes=short, ways_out=(*ways, f"less in one of the largest parts: {parts}"))
     ways = ways_on_host(request, sized, budgets, error) if tier == "host" else []
-    within = Limits(**{tier: limit})
+    within = Limits(device=limit) if tier == "device" else Limits(host=limit)
     if not within.missing(leanest := candidates.leanest(other, within)):
         more = leanest.peak_bytes[other] * ranks.get(other, 1)
         ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")

@@ -266,8 +266,8 @@ class Candidates:
         return self._found[limits][0]
 
     def _refusal(self, limits: Limits) -> Exception:
-        """Returns the DoesNotFit of limits within which no plan was found: of the first tier that lacks bytes, with those of the
-        plan that needs fewest. Searches begin at that plan where no other fits, so that these work."""
+        """Returns the DoesNotFit of limits within which no plan was found: of the first tier that lacks bytes, with those of
+        the plan that needs fewest. Searches begin at that plan where no other fits, so that these work."""
         least = self.leanest()
         if not Limits(limits.device).missing(least):
             least = self._least_within(limits)
