@@ -306,7 +306,6 @@ def test_updates_that_need_not_wait_for_the_last_cast_are_seen() -> None:
 @pytest.mark.parametrize("way", ["as gradients arrive", pytest.param("behind the forward", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("effort", ["quick", pytest.param("normal", marks=pytest.mark.slow)])
 def test_the_smallest_host_that_is_named_works_and_nothing_drawn_needs_less(way: str, effort: str) -> None:
-    """And larger ones are hardly slower."""
     problem = PlanningProblem(traced_case("tied").step, MACHINES[1], Budgets(updates=WAYS[way]), effort=effort)
     candidates, rnd = Candidates(problem), random.Random(1)
     least, most = candidates.leanest().peak_bytes["device"], candidates.resident.plan.peak_bytes["device"]
@@ -316,8 +315,7 @@ def test_the_smallest_host_that_is_named_works_and_nothing_drawn_needs_less(way:
         refused = refusal(candidates, device, 0)
         smallest = refused.minimum
         assert refused.tier == "host" and refusal(candidates, device, smallest // 3).minimum == smallest
-        times = [candidates.best(device, smallest + smallest * i // 4).plan.total_us for i in range(2)]
-        assert are_hardly_slower(times) or effort == "quick"
+        assert not Limits(device, smallest).missing(candidates.best(device, smallest).plan)
         assert smallest <= min((peak["host"] for peak in peaks if peak["device"] <= device), default=smallest)
 
 

@@ -81,10 +81,11 @@ def test_a_start_above_the_limits_gets_room_if_it_is_faster_than_those_within() 
     assert count == 0 and [plan.span for plan in found] == [300]
 
 
-def test_plans_above_all_limits_come_by_what_is_missing_and_a_limit_of_nothing_counts_last() -> None:
+def test_plans_above_limits_come_by_what_is_missing_and_those_within_by_what_is_asked() -> None:
     def plan(device: int, host: int, us: float = 1.0) -> Plan:
         return Plan(step_time_us=us, peak_bytes={"device": device, "host": host})
 
     few, fewer, fits, faster = plan(12, 3), plan(11, 9), plan(10, 9, 3.0), plan(9, 9, 2.0)
     assert sorted([fits, few, faster, fewer], key=lambda p: order(p, Limits(10, 9))) == [faster, fits, fewer, few]
-    assert sorted([few, fits, fewer], key=lambda p: order(p, Limits(10, 0))) == [fits, fewer, few]
+    on_host = Limits(10, least="host")  # however fast they are, and never above the device's bytes
+    assert sorted([few, fits, fewer, lean := plan(10, 8, 9.0)], key=lambda p: order(p, on_host)) == [lean, fits, fewer, few]
