@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import mtcompile
 from benchmarks.run import about
 from mtcompile.machine.presets import named
-from mtcompile.passes.planning import candidates, frontier
 
 MACHINE, NETWORK, BATCH, SEQ = "h200-sxm", 50.0, 8, 4096
 MODELS = ("qwen2.5-7b", "qwen2.5-14b", "llama-70b")
@@ -77,8 +77,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="search less: steps may be longer than plans can have them")
     args = parser.parse_args()
     if args.short:
-        candidates.MOST_SEARCHED = candidates.MOST_POINTS = 8
-        frontier.ROUNDS = 1
+        os.environ["MT_EFFORT"] = "quick"
     short = " --short" if args.short else ""
     machine = named(MACHINE)
     head = (

@@ -236,6 +236,8 @@ class Candidates:
         """Returns plans that the linear program gives for the limits or, where it gives none, for a little more memory: whole
         homes may leave no room where parts of them would."""
         seeds, aim = list[Plan](), limits
+        if limits.host is not None:  # whatever rounding needs of the host, that may still be within the limit
+            seeds += self._seeds.plans(limits._replace(host=None).nbytes, evaluate)
         for _ in range(_GROWN):
             seeds += self._seeds.plans(aim.nbytes, evaluate)
             if aim.device is None or any(not limits.missing(plan) for plan in seeds):

@@ -139,7 +139,7 @@ def test_micro_batches_are_advised_only_where_they_can_be_put_together() -> None
             return x.square().mean() if self.together else (x - x.mean(0)).square().mean()
 
     def advised(together: bool) -> bool:
-        model = planned(lambda batch, seq: (Rows(together), {"x": torch.zeros(batch, 512)}), advise=True)
+        model = planned(lambda batch, seq: (Rows(together), {"x": torch.zeros(batch, 512)}), memory="8MB", advise=True)
         assert model.advice is not None
         return any(each.what.startswith("twice the batch") for each in model.advice)
 

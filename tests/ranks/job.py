@@ -17,9 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mtcompile.passes.planning import candidates, frontier
-from mtcompile.passes.planning.linear import seeds
-
 Work = Callable[[int, int], Any]  # rank, how many there are -> what JSON can hold
 _LONGEST_S = 300
 
@@ -62,11 +59,9 @@ def run(work: Work, count: int, folder: Path, hosts: Sequence[str] = (), timeout
 def _rank(work: Work, rank: int, count: int, folder: Path, hosts: Sequence[str], timeout_s: float) -> None:
     faulthandler.register(signal.SIGUSR1, (folder / f"{rank}.stacks").open("w"))
     torch.set_num_threads(1)
-    os.environ.update(MT_RANKS_TIMEOUT=str(timeout_s), MT_PROGRESS="0")
+    os.environ.update(MT_RANKS_TIMEOUT=str(timeout_s), MT_PROGRESS="0", MT_EFFORT="quick")
     if hosts:
         os.environ["MT_RANKS_HOST"] = hosts[rank]
-    candidates.MOST_SEARCHED, candidates.MOST_POINTS, candidates._FEW_SEARCHED = 2, 2, 0
-    seeds._AHEAD, frontier.ROUNDS = (1,), 1
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
         result = work(rank, count)

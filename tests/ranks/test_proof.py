@@ -13,7 +13,6 @@ from torch import fx
 import mtcompile
 from mtcompile.forecast.result import Forecast
 from mtcompile.passes.analysis.state import NO_LIMITS, held_nbytes, with_parts
-from mtcompile.passes.planning import candidates, frontier
 from mtcompile.passes.proof.numbering import over_ranks
 from mtcompile.passes.proof.same_computation import SameComputationError, same_computation
 from mtcompile.passes.proof.schedule import Given, check_schedule
@@ -40,9 +39,7 @@ from tests.ranks.reference import Model, batches
 def planned() -> Forecast:
     ids, labels = batches(1, 1)[0][0]
     with pytest.MonkeyPatch.context() as patch:
-        for name, few in {"MOST_SEARCHED": 2, "MOST_POINTS": 2, "_FEW_SEARCHED": 0}.items():
-            patch.setattr(candidates, name, few)
-        patch.setattr(frontier, "ROUNDS", 1)
+        patch.setenv("MT_EFFORT", "quick")
         return mtcompile.plan(Model, {"ids": ids, "labels": labels}, memory="200KB", update="backward", gpus=2)
 
 
@@ -51,9 +48,7 @@ def sharded() -> Forecast:
     """A step of two hosts, which have a part each of the optimizer state."""
     ids, labels = batches(1, 1)[0][0]
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MOST_SEARCHED", "MOST_POINTS"):
-            patch.setattr(candidates, name, 2)
-        patch.setattr(frontier, "ROUNDS", 1)
+        patch.setenv("MT_EFFORT", "quick")
         one_block = functools.partial(Model, blocks=1)
         return mtcompile.plan(one_block, {"ids": ids, "labels": labels}, memory="200KB", update="backward", hosts=2)
 
@@ -63,9 +58,7 @@ def in_parts() -> Forecast:
     """A step of two hosts, which have a part each of the weights, and no room to keep them for the backward."""
     ids, labels = batches(1, 1)[0][0]
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MOST_SEARCHED", "MOST_POINTS"):
-            patch.setattr(candidates, name, 2)
-        patch.setattr(frontier, "ROUNDS", 1)
+        patch.setenv("MT_EFFORT", "quick")
         patch.setenv("MT_RANKS_SHARD", "weights")
         one_block = functools.partial(Model, blocks=1)
         return mtcompile.plan(one_block, {"ids": ids, "labels": labels}, memory="80KB", update="backward", hosts=2)
