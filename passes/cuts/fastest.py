@@ -107,9 +107,10 @@ class Comparison(Generic[S]):
         if fetched_by_rows(captured, last[1]) == fetched_by_rows(captured, now[1]):
             last = last[0], now[1]
         self._compare(first, *now, allowed.begins)
+        compares_last = last != now and allowed.compares_last and self.limits.disk is None
         if self.best is None:
             self._compare(first, *last, allowed.begins)
-        elif allowed.compares_last and last != now and self._is_worth(first.candidates, self.best_us):
+        elif compares_last and self._is_worth(first.candidates, self.best_us):
             best = self.best[0].form
             self.allowed = replace(allowed, chunks=best.chunks, tiles=best.tiles)
             self._compare(self.forms.cut(best) or first, *last, allowed.begins)
@@ -211,7 +212,8 @@ class Comparison(Generic[S]):
             return
         self._add(form)
         us, _ = promise = self._promise(form)
-        if promise >= self._promise(chain.coarser) and not (us == inf and self.bound_us(form, inside=False) < inf):
+        finer_may_fit = us == inf and self.bound_us(form, inside=False) < inf
+        if promise >= self._promise(chain.coarser) and not finer_may_fit and self.steps < inf:
             self._chains.remove(chain)
             self._left.append(chain)
         chain.coarser = form
@@ -245,8 +247,10 @@ class Comparison(Generic[S]):
         except DoesNotFit as error:
             self.refused.append((form, error))
             is_nearer = self.refusal[1] is error
-            others_may_fit = self.limits.disk is None and self.bound_us(form) < inf
-            self._ended = error.tier == "disk" or (error.tier == "host" and not is_nearer and not others_may_fit)
+            if self.limits.disk is None:
+                self._ended = error.tier == "host" and not is_nearer and self.bound_us(form) == inf
+            else:  # to plan with one takes long
+                self._ended = error.tier == "disk" or (error.tier == "host" and not (is_nearer and self._state_may_fit))
             if len(self.refused) == 1 and self.best is None:  # where chains end is another question now
                 self._chains = self._begin()
         else:
