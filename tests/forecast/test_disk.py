@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -86,6 +87,18 @@ def test_a_bound_counts_the_disk() -> None:
     drive_us = PRESETS["rtx4090"].drive_us(plan.disk_read_bytes, plan.disk_write_bytes)
     assert plan.total_us >= drive_us  # it reads or writes
     assert plan.certificate.bound_us <= plan.total_us and plan.certificate.gains_us["disk"] > 0
+
+
+@pytest.mark.slow
+def test_more_host_memory_is_never_slower_with_a_disk() -> None:
+    """Beyond luck."""
+    options: dict[str, Any] = {"precision": "bf16-master32", "update": "backward", "memory": "800KB", "disk": "1GB"}
+    steps = [forecast(**options, host=host) for host in range(1_600_000, 3_600_000, 200_000)]
+    assert all(step.feasible for step in steps)
+    fastest = inf
+    for step in steps:
+        assert step.step_time_us <= 1.01 * fastest
+        fastest = min(fastest, step.step_time_us)
 
 
 class Tied(torch.nn.Module):
