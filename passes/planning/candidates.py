@@ -6,12 +6,13 @@ gives for it. What was evaluated for one budget is not evaluated again for anoth
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, get_args
 
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
 from mtcompile.passes.plan import Certificate, Plan, Updates
@@ -23,6 +24,7 @@ from mtcompile.passes.planning.climbs.moves import moves
 from mtcompile.passes.planning.climbs.room import Room, filling, rooms
 from mtcompile.passes.planning.climbs.singles import singles
 from mtcompile.passes.planning.disk.homes import causes
+from mtcompile.passes.planning.disk.limits import NotWorthwhile, check_worthwhile
 from mtcompile.passes.planning.evaluate import completed, evaluate, identity, judged, shortfall
 from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
 from mtcompile.passes.planning.limits import NO_LIMITS, Limits, fits, missing_nbytes, order
@@ -35,7 +37,7 @@ from mtcompile.passes.planning.search import EFFORTS, Effort, is_worth, searched
 from mtcompile.passes.planning.starts import least_plan, plans_to_start_from
 from mtcompile.passes.rewrites.casts import may_cast
 from mtcompile.passes.step_graph import regions
-from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.schedule import Schedule, Tier
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing's from Python 3.11 on
@@ -150,15 +152,11 @@ class Candidates:
         """What may go to disk; None where nothing may."""
         return disk_of(self.problem, self.blocks)
 
-    @cached_property
-    def _ways_with_disk(self) -> Ways:
+    def _ways_with(self, disk: Disk) -> Ways:
         """The ways of climbs that use the disk too, before others: it frees most."""
-        kinds, rooms, fill = self._ways
-        if self._disk is None:
-            return self._ways
-        first = self._disk.rooms()
+        (kinds, rooms, fill), first = self._ways, disk.rooms()
         rooms = {"host": [*first["host"], *rooms["host"]], "device": [*rooms["device"], *first["device"]]}
-        return Ways([*kinds, *self._disk.moves()], rooms, fill)
+        return Ways([*kinds, *disk.moves()], rooms, fill)
 
     @cached_property
     def resident(self) -> Candidate:
@@ -244,9 +242,9 @@ class Candidates:
         self.progress("planning", 0, self.effort.evaluations)
         if self._disk is None or limits.host is None:
             return self._search_among(limits, self._ways, self._starts_within(limits))
-        return self._search_with_disk(self._disk, limits, limits.host)
+        return self._search_with_disk(self._disk, limits)
 
-    def _search_with_disk(self, disk: Disk, limits: Limits, host: int) -> list[Plan]:
+    def _search_with_disk(self, disk: Disk, limits: Limits) -> list[Plan]:
         """Searches with nothing on disk first, so that a disk that is not needed changes nothing; then with it, if that may be
         worth it. A plan that wears a disk is to gain more than luck."""
         at_home, without = limits._replace(disk=0), list[Plan]()
@@ -257,12 +255,27 @@ class Candidates:
                 return without
         elif self._bound_us(limits) == inf:  # nothing fits
             return [self._least_within(limits)]
-        evaluate = self._within(host)
-        starts = [*without, *self._starts_on_disk(disk, limits, evaluate)]
-        there = self._search_among(limits, self._ways_with_disk, starts)
-        if without and not limits.missing(without[0]) and there[0].total_us > _LUCK * without[0].total_us:
+        there = self._search_using(disk, limits, without)
+        refused = not limits.missing(there[0]) and not self._is_worthwhile(there[0])
+        if refused and disk.activations and disk.order:  # these are written in every step
+            others = self._search_using(replace(disk, activations=False), limits, without)
+            if not limits.missing(others[0]) and self._is_worthwhile(others[0]):
+                there, refused = others, False
+        if without and not limits.missing(without[0]) and (refused or there[0].total_us > _LUCK * without[0].total_us):
             return [*without, *there]
         return [*there, *without]
+
+    def _search_using(self, disk: Disk, limits: Limits, known: Sequence[Plan]) -> list[Plan]:
+        starts = [*known, *self._starts_on_disk(disk, limits, self._within(limits.host))]
+        return self._search_among(limits, self._ways_with(disk), starts)
+
+    def _is_worthwhile(self, plan: Plan) -> bool:
+        """Tells whether a plan makes sense with what it has on disk."""
+        with contextlib.suppress(NotWorthwhile):
+            if plan.peak_bytes.get("disk"):
+                check_worthwhile(self.problem, self.planned(plan).plan)
+            return True
+        return False
 
     def _starts_within(self, limits: Limits) -> list[Plan]:
         evaluate = self._within(limits.host)
@@ -325,15 +338,15 @@ class Candidates:
         climb.go_on(_CASTING)
         return climb.best
 
-    def leanest(self, tier: Literal["device", "host", "disk"] = "device", within: Limits = NO_LIMITS) -> Plan:
+    def leanest(self, tier: Tier = "device", within: Limits = NO_LIMITS) -> Plan:
         """Returns the plan found that needs least of a tier, within limits on others; above these if none is found."""
         limits, ways = within._replace(least=tier), self._ways
         if limits not in self._found:
             evaluate = self._within(0 if tier == "host" else within.host)
             starts = [evaluate(plan) for plan in self._starts]
-            if tier == "host" and self._disk is not None and within.disk != 0:
+            if tier != "device" and self._disk is not None and within.disk != 0:
                 most = [self._disk.most(plan, *about) for plan in starts for about in product((False, True), repeat=2)]
-                starts, ways = [*starts, *map(evaluate, most)], self._ways_with_disk
+                starts, ways = [*starts, *map(evaluate, most)], self._ways_with(self._disk)
             if within.device is not None and all(plan.peak_bytes["device"] > within.device for plan in starts):
                 starts.append(self.leanest())
             effort = self.effort._replace(evaluations=int(_LEANEST * self.effort.evaluations))
@@ -341,12 +354,17 @@ class Candidates:
         return self._found[limits][0]
 
     def _refusal(self, limits: Limits) -> DoesNotFit:
-        """Returns the DoesNotFit of limits within which no plan was found: of the first tier that lacks bytes, with those of
-        the plan that needs fewest. Searches begin at that plan where no other fits, so that these work."""
-        least = self.leanest()
-        if not Limits(limits.device).missing(least):
-            least = self._least_within(limits)
-        return self._short(self.evaluate(least), next(iter(limits.missing(least))))
+        """Returns the DoesNotFit of limits within which no plan was found: of the first tier that lacks bytes whatever those
+        after it have, with those of the plan that needs fewest."""
+        known = NO_LIMITS
+        for tier in get_args(Tier):
+            if limits.nbytes[tier] is not None:
+                least = self.leanest(tier, known)
+                known = known._replace(**{tier: limits.nbytes[tier]})
+                if missing := known.missing(least):
+                    return self._short(self.evaluate(least), next(iter(missing)))
+        nearest = self._searched(limits)[0]
+        return self._short(self.evaluate(nearest), next(iter(limits.missing(nearest))))
 
     def _least_within(self, limits: Limits) -> Plan:
         """Returns the plan that needs least of the host within the other limits, or, without a limit on the host, least of the
