@@ -409,8 +409,9 @@ class Candidates:
         if not fits(candidate.plan, budgets) and self._disk is not None:
             limits = Limits(budgets.device, budgets.host, budgets.disk)
             tried = (candidate.plan, *(self._disk.most(candidate.plan, *about) for about in product((False, True), repeat=2)))
-            sent = (self._made_room(self.evaluate(plan).plan, self._disk.rooms(), limits, self._evaluated) for plan in tried)
-            candidate = self.evaluate(min(sent, key=lambda plan: order(plan, limits)))
+            rooms, within = self._disk.rooms(), limits._replace(disk=None)  # else a small disk would be refused as a small host
+            sent = (self._made_room(self.evaluate(plan).plan, rooms, within, self._evaluated) for plan in tried)
+            candidate = self.evaluate(min(sent, key=lambda plan: (order(plan, within)[0], order(plan, limits))))
         return candidate
 
     def _evaluated(self, plan: Plan) -> Plan:

@@ -78,7 +78,7 @@ class Disk:
 
     def rooms(self) -> dict[str, list[Room]]:
         """Returns the ways to make room, by the tier that needs it."""
-        return {"host": [self._homes_away, self._values_away, self._straight], "device": [self._homes_off_device]}
+        return {"host": [self._homes_away, self._values_away, self._straight, self._later], "device": [self._homes_off_device]}
 
     def _homes_away(self, plan: Plan, before: Plan, missing: int) -> Plan | None:
         """Sends homes from the host to disk, as many as are needed, or all there are."""
@@ -122,6 +122,10 @@ class Disk:
         if self.direct is not None or plan.disk_direct or "disk" not in plan.tiers(self.order):
             return None
         return plan.changed(disk_direct=True)
+
+    def _later(self, plan: Plan, before: Plan, missing: int) -> Plan | None:
+        """Reads nothing ahead, into the fewest slots."""
+        return plan.changed(disk_lookahead=0) if uses_disk(plan) and plan.disk_lookahead else None
 
     # ------------------------------------------------------------------------------------------------------------- moves
 
