@@ -49,8 +49,7 @@ from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.disk.spill import within_disk
-from mtcompile.passes.planning.disk.without import may_fit_without, planned_without
+from mtcompile.passes.planning.disk.within import may_fit_without, planned_without, within_disk
 from mtcompile.passes.planning.planner import homes_of_rows, may_be_resident, plan_like, resident_plan, structure
 from mtcompile.passes.planning.policies import KEEP_STATE
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem, Solved, leaves_room
@@ -394,10 +393,9 @@ def plan_for(form: _Form, target: Target, placement: RunnablePlacement, on_disk:
             if (resident := resident_plan(whole)) is not None and leaves_room(whole.budgets, resident.schedule, target.beside):
                 return whole, resident
         try:
-            roomy = functools.partial(leaves_room, problem.budgets, beside=target.beside)
             find = functools.partial(plan_beside, form.candidates, policy=options.policy, beside=target.beside)
             if on_disk:
-                problem, planned = within_disk(problem, find, roomy, apart, form.candidates)
+                problem, planned = within_disk(problem, find, apart, form.candidates)
             else:
                 problem, planned = planned_without(problem, form.candidates, find)
         except DoesNotFit as error:

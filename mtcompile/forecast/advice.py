@@ -29,7 +29,7 @@ from mtcompile.optim.state_sizes import optimizer_named, state_copies, update_wo
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.disk.spill import within_disk
+from mtcompile.passes.planning.disk.within import within_disk
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem, Progress, Solved
 from mtcompile.runtime.schedule import gib

@@ -7,9 +7,7 @@ from dataclasses import replace
 from mtcompile.cache import recalled
 from mtcompile.options import FASTEST
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.disk.activations import Find
-from mtcompile.passes.planning.disk.spill import within_disk
-from mtcompile.passes.planning.disk.without import may_fit_without, planned_without
+from mtcompile.passes.planning.disk.within import Find, may_fit_without, planned_without, within_disk
 from mtcompile.passes.planning.planner import plan_among
 from mtcompile.passes.planning.problem import Planned, PlanningProblem, Solved
 

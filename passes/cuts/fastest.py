@@ -26,9 +26,8 @@ from mtcompile.passes.cuts.forms import Forms, S
 from mtcompile.passes.cuts.fragments.cut import UNCUT, possible_cuts
 from mtcompile.passes.joint.loss_head import head_nbytes
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.disk.more_homes import may_gain
-from mtcompile.passes.planning.disk.spill import is_hopeless
-from mtcompile.passes.planning.disk.without import may_fit_without
+from mtcompile.passes.planning.disk.homes import is_hopeless
+from mtcompile.passes.planning.disk.within import may_fit_without
 from mtcompile.passes.planning.limits import fits
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
 from mtcompile.passes.step_graph import kernel_of, regions
@@ -45,8 +44,10 @@ def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
         candidates = forms.first.candidates
         if may_fit_without(replace(candidates.problem, budgets=forms.limits), candidates, inside=False):
             compared = Comparison(forms.without_disk(), replace(allowed, begins=UNCUT.begins), steps).run()
-            if (best := compared.best) is not None and not may_gain(best[0].candidates.problem, best[1]):
-                return compared
+            if (best := compared.best) is not None:
+                gain_us = best[1].plan.total_us - candidates.bound_us(forms.limits.device, forms.limits.host)
+                if steps * gain_us <= _OPERATION_US * operations(candidates):
+                    return compared
             without = compared.fitting
     return Comparison(forms, allowed, steps, without).run()
 

@@ -6,38 +6,45 @@ gives for it. What was evaluated for one budget is not evaluated again for anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from itertools import product
+from math import inf
+from typing import TYPE_CHECKING, get_args
 
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
 from mtcompile.passes.plan import Certificate, Plan, Updates
 from mtcompile.passes.planning.blocks import Block, blocks_of, decided, everything
 from mtcompile.passes.planning.climbs.casts import casting, casts
 from mtcompile.passes.planning.climbs.climb import Climb, Ways
+from mtcompile.passes.planning.climbs.disk import Disk, disk_of
 from mtcompile.passes.planning.climbs.moves import moves
-from mtcompile.passes.planning.climbs.room import filling, rooms
+from mtcompile.passes.planning.climbs.room import Room, filling, rooms
 from mtcompile.passes.planning.climbs.singles import singles
+from mtcompile.passes.planning.disk.homes import causes
+from mtcompile.passes.planning.disk.limits import NotWorthwhile, check_worthwhile
 from mtcompile.passes.planning.evaluate import completed, evaluate, identity, judged, shortfall
 from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
-from mtcompile.passes.planning.limits import NO_LIMITS, Limits, fits, missing_nbytes
+from mtcompile.passes.planning.limits import NO_LIMITS, Limits, fits, missing_nbytes, order
 from mtcompile.passes.planning.linear.relaxation import Bounds, faster_than_resident
 from mtcompile.passes.planning.linear.seeds import Rounding, Within, within_of
 from mtcompile.passes.planning.pace import impatient, paced, with_pace
 from mtcompile.passes.planning.policies import POLICIES
-from mtcompile.passes.planning.problem import Candidate, Planned, PlanningProblem, Progress, no_progress
-from mtcompile.passes.planning.search import EFFORTS, Effort, searched
+from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, no_progress
+from mtcompile.passes.planning.search import EFFORTS, Effort, is_worth, searched
 from mtcompile.passes.planning.starts import least_plan, plans_to_start_from
 from mtcompile.passes.rewrites.casts import may_cast
 from mtcompile.passes.step_graph import regions
-from mtcompile.runtime.schedule import Schedule
+from mtcompile.runtime.schedule import Schedule, Tier
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing's from Python 3.11 on
 
 _LEANEST = 0.25  # of the plans that a search evaluates: those evaluated to find the leanest
 _GROWN = 4  # times that device memory grows by a tenth, for the linear program to give plans
+_LUCK = 0.99  # of the time without: what a plan that wears a disk may take, as searches differ by so much
 _CASTING = 12  # plans evaluated with casts on the host
 
 
@@ -129,7 +136,7 @@ class Candidates:
 
     @cached_property
     def _seeds(self) -> Within:
-        rounding = Rounding(self.blocks, self.sizes)
+        rounding = Rounding(self.blocks, self.sizes, () if self._disk is None else self._disk.order)
         held = held_nbytes(self.problem.step, self.problem.budgets)
         return within_of(self._bounds, least_plan(self.base, self.blocks), rounding, held)
 
@@ -139,6 +146,17 @@ class Candidates:
         held, host = held_nbytes(self.problem.step, budgets), budgets.host_activations
         kinds = moves(blocks, sizes, host) + singles(blocks, sizes, host, self.effort.evaluations)
         return Ways(kinds, rooms(blocks, sizes, held, host), filling(sizes, held))
+
+    @cached_property
+    def _disk(self) -> Disk | None:
+        """What may go to disk; None where nothing may."""
+        return disk_of(self.problem, self.blocks)
+
+    def _ways_with(self, disk: Disk) -> Ways:
+        """The ways of climbs that use the disk too, before others: it frees most."""
+        (kinds, rooms, fill), first = self._ways, disk.rooms()
+        rooms = {"host": [*first["host"], *rooms["host"]], "device": [*rooms["device"], *first["device"]]}
+        return Ways([*kinds, *disk.moves()], rooms, fill)
 
     @cached_property
     def resident(self) -> Candidate:
@@ -222,15 +240,82 @@ class Candidates:
 
     def _search(self, limits: Limits) -> list[Plan]:
         self.progress("planning", 0, self.effort.evaluations)
+        if self._disk is None or limits.host is None:
+            return self._search_among(limits, self._ways, self._starts_within(limits))
+        return self._search_with_disk(self._disk, limits)
+
+    def _search_with_disk(self, disk: Disk, limits: Limits) -> list[Plan]:
+        """Searches with nothing on disk first, so that a disk that is not needed changes nothing; then with it, if that may be
+        worth it. A plan that wears a disk is to gain more than luck."""
+        at_home, without = limits._replace(disk=0), list[Plan]()
+        if "disk" not in self.problem.fixed_homes.values() and self._bound_us(at_home) < inf:
+            without = self._search_among(at_home, self._ways, self._starts_within(at_home))
+            gain_us = without[0].total_us - self._bound_us(limits)
+            if not limits.missing(without[0]) and not is_worth(self.effort, self.effort.evaluations, self._regions, gain_us):
+                return without
+        elif self._bound_us(limits) == inf:  # nothing fits
+            return [self._least_within(limits)]
+        there = self._search_using(disk, limits, without)
+        refused = not limits.missing(there[0]) and not self._is_worthwhile(there[0])
+        if refused and disk.activations and disk.order:  # these are written in every step
+            others = self._search_using(replace(disk, activations=False), limits, without)
+            if not limits.missing(others[0]) and self._is_worthwhile(others[0]):
+                there, refused = others, False
+        if without and not limits.missing(without[0]) and (refused or there[0].total_us > _LUCK * without[0].total_us):
+            return [*without, *there]
+        return [*there, *without]
+
+    def _search_using(self, disk: Disk, limits: Limits, known: Sequence[Plan]) -> list[Plan]:
+        starts = [*known, *self._starts_on_disk(disk, limits, self._within(limits.host))]
+        return self._search_among(limits, self._ways_with(disk), starts)
+
+    def _is_worthwhile(self, plan: Plan) -> bool:
+        """Tells whether a plan makes sense with what it has on disk."""
+        with contextlib.suppress(NotWorthwhile):
+            if plan.peak_bytes.get("disk"):
+                check_worthwhile(self.problem, self.planned(plan).plan)
+            return True
+        return False
+
+    def _starts_within(self, limits: Limits) -> list[Plan]:
         evaluate = self._within(limits.host)
         starts = [self.resident.plan, *self._starts] if limits.host is None else [evaluate(plan) for plan in self._starts]
+        return starts + (self._seeds_near(limits, evaluate) if self.effort.bounded else [])
+
+    def _starts_on_disk(self, disk: Disk, limits: Limits, evaluate: Callable[[Plan], Plan]) -> list[Plan]:
+        """Returns plans that have as much on disk as the host lacks: homes, or activations first."""
+
+        def sent(plan: Plan) -> Plan:
+            return self._made_room(plan, disk.rooms(), limits, evaluate)
+
+        within_device = limits._replace(host=None)
+        starts = [evaluate(plan) for plan in self._starts]
+        starts = [plan for plan in starts if not within_device.missing(plan)] or [*starts, self.leanest()]
+        ways = [sent(plan) for plan in starts]
+        best = sorted(ways, key=lambda plan: order(plan, limits))[: self.effort.starts]
+        ways += [sent(evaluate(disk.most(plan, all_homes, True))) for plan in best for all_homes in (False, True)]
+        ways += [sent(evaluate(disk.with_all_activations(plan))) for plan in best]
         if self.effort.bounded:
-            starts += self._seeds_near(limits, evaluate)
+            ways += self._seeds_near(limits, lambda plan: sent(evaluate(plan)))
+        return ways
+
+    def _made_room(
+        self, plan: Plan, rooms: Mapping[str, Sequence[Room]], limits: Limits, evaluate: Callable[[Plan], Plan]
+    ) -> Plan:
+        climb = Climb(limits, Ways([], rooms, lambda plan, unused: iter(())), evaluate, plan)
+        climb.make_room()
+        return climb.best
+
+    def _search_among(self, limits: Limits, ways: Ways, starts: list[Plan]) -> list[Plan]:
         if all(limits.missing(plan) for plan in starts):
             starts.append(self._least_within(limits))
-        about = self.effort, len(regions(self.problem.step)), lambda: self._bound_us(limits)
-        found = searched(starts, limits, self._ways, evaluate, *about)
+        about = self.effort, self._regions, lambda: self._bound_us(limits)
+        found = searched(starts, limits, ways, self._within(limits.host), *about)
         return [self._with_casts(found[0], limits), *found] if self._casts else found
+
+    @cached_property
+    def _regions(self) -> int:
+        return len(regions(self.problem.step))
 
     def _seeds_near(self, limits: Limits, evaluate: Callable[[Plan], Plan]) -> list[Plan]:
         """Returns plans that the linear program gives for the limits or, where it gives none, for a little more memory: whole
@@ -255,30 +340,44 @@ class Candidates:
         climb.go_on(_CASTING)
         return climb.best
 
-    def leanest(self, tier: Literal["device", "host", "disk"] = "device", within: Limits = NO_LIMITS) -> Plan:
+    def leanest(self, tier: Tier = "device", within: Limits = NO_LIMITS) -> Plan:
         """Returns the plan found that needs least of a tier, within limits on others; above these if none is found."""
-        limits = within._replace(least=tier)
+        limits, ways = within._replace(least=tier), self._ways
         if limits not in self._found:
             evaluate = self._within(0 if tier == "host" else within.host)
             starts = [evaluate(plan) for plan in self._starts]
+            if tier != "device" and self._disk is not None and within.disk != 0:
+                most = [self._disk.most(plan, *about) for plan in starts for about in product((False, True), repeat=2)]
+                starts, ways = [*starts, *map(evaluate, most)], self._ways_with(self._disk)
             if within.device is not None and all(plan.peak_bytes["device"] > within.device for plan in starts):
                 starts.append(self.leanest())
             effort = self.effort._replace(evaluations=int(_LEANEST * self.effort.evaluations))
-            self._found[limits] = searched(starts, limits, self._ways, evaluate, effort, 1, lambda: 0.0)
+            self._found[limits] = searched(starts, limits, ways, evaluate, effort, 1, lambda: 0.0)
         return self._found[limits][0]
 
-    def _refusal(self, limits: Limits) -> Exception:
-        """Returns the DoesNotFit of limits within which no plan was found: of the first tier that lacks bytes, with those of
-        the plan that needs fewest. Searches begin at that plan where no other fits, so that these work."""
-        least = self.leanest()
-        if not Limits(limits.device).missing(least):
-            least = self._least_within(limits)
-        return shortfall(self.evaluate(least), next(iter(limits.missing(least))), self.problem.step)
+    def _refusal(self, limits: Limits) -> DoesNotFit:
+        """Returns the DoesNotFit of limits within which no plan was found: of the first tier that lacks bytes whatever those
+        after it have, with those of the plan that needs fewest."""
+        known = NO_LIMITS
+        for tier in get_args(Tier):
+            if limits.nbytes[tier] is not None:
+                least = self.leanest(tier, known)
+                known = known._replace(**{tier: limits.nbytes[tier]})
+                if missing := known.missing(least):
+                    return self._short(self.evaluate(least), next(iter(missing)))
+        nearest = self._searched(limits)[0]
+        return self._short(self.evaluate(nearest), next(iter(limits.missing(nearest))))
 
     def _least_within(self, limits: Limits) -> Plan:
-        """Returns the plan that needs least of the host within the device's bytes, or, without a limit on the host, least of
-        the device."""
-        return self.leanest() if limits.host is None else self.leanest("host", Limits(limits.device))
+        """Returns the plan that needs least of the host within the other limits, or, without a limit on the host, least of the
+        device."""
+        return self.leanest() if limits.host is None else self.leanest("host", limits._replace(host=None))
+
+    def _short(self, candidate: Candidate, tier: str) -> DoesNotFit:
+        error = shortfall(candidate, tier, self.problem.step)
+        if self.problem.budgets.disk is not None and tier == "host":
+            error.causes = causes(self.problem, candidate.plan, error)
+        return error
 
     def least(self) -> Planned:
         """Returns the plan that needs least device memory, whatever the budgets."""
@@ -298,7 +397,7 @@ class Candidates:
         peaks = candidate.plan.peak_bytes
         for tier, limit in budgets.nbytes.items():
             if limit is not None and peaks[tier] > limit:
-                raise shortfall(candidate, tier, self.problem.step)
+                raise self._short(candidate, tier)
         bound = self.certificate(budgets.device, budgets.host, candidate.plan.total_us)
         return completed(replace(self.problem, budgets=budgets), candidate, peaks["device"], bound)
 
@@ -307,6 +406,15 @@ class Candidates:
         candidate = self._paced(POLICIES[policy](self.problem.step, self.base, self.open_params))
         if self._casts:
             candidate = self.evaluate(self._with_casts(candidate.plan, Limits(budgets.device, budgets.host, budgets.disk)))
-        if fits(candidate.plan, budgets) or (less := impatient(candidate.plan)) is None:
-            return candidate
-        return min((candidate, self.evaluate(less)), key=lambda one: missing_nbytes(one.plan, budgets))
+        if not fits(candidate.plan, budgets) and (less := impatient(candidate.plan)) is not None:
+            candidate = min((candidate, self.evaluate(less)), key=lambda one: missing_nbytes(one.plan, budgets))
+        if not fits(candidate.plan, budgets) and self._disk is not None:
+            limits = Limits(budgets.device, budgets.host, budgets.disk)
+            tried = (candidate.plan, *(self._disk.most(candidate.plan, *about) for about in product((False, True), repeat=2)))
+            rooms, within = self._disk.rooms(), limits._replace(disk=None)  # else a small disk would be refused as a small host
+            sent = (self._made_room(self.evaluate(plan).plan, rooms, within, self._evaluated) for plan in tried)
+            candidate = self.evaluate(min(sent, key=lambda plan: (order(plan, within)[0], order(plan, limits))))
+        return candidate
+
+    def _evaluated(self, plan: Plan) -> Plan:
+        return self.evaluate(plan).plan

@@ -54,8 +54,7 @@ def searched(
     each_round = effort.evaluations / max(1, rounds)
     for _ in range(rounds):
         best = min((climb.best for climb in climbs), key=lambda plan: order(plan, limits))
-        gain_us = effort.steps * (best.total_us - bound_us())
-        if not limits.missing(best) and gain_us < each_round * regions * _EVALUATION_US:
+        if not limits.missing(best) and not is_worth(effort, each_round, regions, best.total_us - bound_us()):
             break
         for climb in climbs:
             climb.go_on(each_round / len(climbs))
@@ -63,6 +62,11 @@ def searched(
         kept = max(1, len(climbs) // 2)
         ended, climbs = [climb.best for climb in climbs[kept:]] + ended, climbs[:kept]
     return [climb.best for climb in climbs] + ended
+
+
+def is_worth(effort: Effort, evaluations: float, regions: int, gain_us: float) -> bool:
+    """Tells whether what a plan may gain is more than what so many evaluations cost."""
+    return effort.steps * gain_us >= evaluations * regions * _EVALUATION_US
 
 
 def _begun(starts: Sequence[Plan], limits: Limits, ways: Ways, evaluate: Callable[[Plan], Plan], effort: Effort) -> list[Climb]:

@@ -306,7 +306,7 @@ def test_refusals_say_what_would_work(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected host= too"):
         mtcompile.compile(Model(), disk=f"{tmp_path}:1GiB")
     few = Residual(Adapted, 2)
-    model, _ = compiled(tmp_path, few, host="900KB", disk=f"{tmp_path}:100KB", fragments=None)
+    model, _ = compiled(tmp_path, few, host="925KB", disk=f"{tmp_path}:100KB", fragments=None)
     with pytest.raises(BudgetError, match=r"no plan fits disk=.*the smallest disk that works is"):
         model(torch.randn(16, WIDTH))
     model, _ = compiled(tmp_path, few, host="400KB", fragments=None)

@@ -26,7 +26,7 @@ from mtcompile.execution.elastic.speeds import Recent, Speeds, drift_of
 from mtcompile.execution.session import CompiledSteps, Session
 from mtcompile.passes.cuts.form import WHOLE
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.disk.spill import within_disk
+from mtcompile.passes.planning.disk.within import within_disk
 from mtcompile.passes.planning.evaluate import completed, evaluate
 from mtcompile.passes.planning.limits import fits
 from mtcompile.passes.planning.planner import make_plan
@@ -169,8 +169,7 @@ def _plan(job: _Job, planning: AbstractContextManager[object]) -> None:
     try:
         with planning:
             job.before_us = evaluate(problem, job.recent.compiled.plan).plan.total_us
-            roomy = partial(leaves_room, problem.budgets, beside=job.beside)
-            searched_for, planned = within_disk(problem, lambda part: (part, make_plan(part)), roomy)
+            searched_for, planned = within_disk(problem, lambda part: (part, make_plan(part)))
             job.problem, job.plan = searched_for, planned.plan
             for earlier in job.recent.earlier:
                 again = evaluate(problem, earlier).plan

@@ -8,18 +8,19 @@ from dataclasses import replace
 from mtcompile import cache
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.planner import plan_among
-from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem, Solved, leaves_room, shortage_beside
+from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem, Solved, leaves_room, shortage_beside, shortages
 
 _PARTS = 8  # budgets to try between the smallest that works and all
 
 
 def plan_beside(known: Candidates, problem: PlanningProblem, policy: str, beside: int) -> Solved:
     """Returns the fastest plan found that leaves room for what ``beside`` more forwards of it hold, and the problem that it
-    solves, whose device budget is a part of the whole. Raises DoesNotFit. ``known``: of a problem that may differ in limits."""
-    candidates = Candidates.like(known, problem)
+    solves, whose budgets of the device and, where the rest may go to disk, of the host are a part of
+    the whole. Raises DoesNotFit. ``known``: of a problem that may differ in limits."""
+    candidates, host = Candidates.like(known, problem), problem.budgets.host
 
     def planned_within(nbytes: int | None) -> Solved:
-        part = replace(problem, budgets=replace(problem.budgets, device=nbytes))
+        part = replace(problem, budgets=replace(problem.budgets, device=nbytes, host=host))
         return part, cache.recalled(part, policy, functools.partial(plan_among, candidates, part.budgets, policy))
 
     budget = problem.budgets.device
@@ -31,6 +32,17 @@ def plan_beside(known: Candidates, problem: PlanningProblem, policy: str, beside
         raise shortage_beside(problem.budgets, planned_within(error.minimum)[1].schedule, beside) from None
     if leaves_room(problem.budgets, whole[1].schedule, beside):
         return whole
+    for _ in range(_PARTS if problem.budgets.disk is not None else 0):
+        short = dict(shortages(problem.budgets, whole[1].schedule, beside)).get("host")
+        if short is None or host is None or problem.budgets.host is None:
+            break
+        host -= short - problem.budgets.host
+        try:
+            whole = planned_within(budget)
+        except DoesNotFit:
+            raise shortage_beside(problem.budgets, whole[1].schedule, beside) from None
+        if leaves_room(problem.budgets, whole[1].schedule, beside):
+            return whole
     high = whole[1].schedule.peak_nbytes["device"]
     try:
         low = planned_within(0)[1].schedule.peak_nbytes["device"]

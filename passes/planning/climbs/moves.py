@@ -53,9 +53,10 @@ def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
             yield set_to(plan, "params", {one: "host", other: "device"}, name, FIRST)
         for home in dict.fromkeys((*away[:1], *away[-1:])):
             yield set_to(plan, "params", {home: "device"}, "first here" if home == away[0] else "last here", FIRST)
-        fetches = plan.choices("fetch", away)
-        staying = [home for home, fetch in zip(away, fetches, strict=True) if fetch == "keep"]
-        again = [home for home, fetch in zip(away, fetches, strict=True) if fetch != "keep"]
+        fetched = [home for home, tier in zip(homes, tiers, strict=True) if tier != "device"]  # from the host or from disk
+        fetches = plan.choices("fetch", fetched)
+        staying = [home for home, fetch in zip(fetched, fetches, strict=True) if fetch == "keep"]
+        again = [home for home, fetch in zip(fetched, fetches, strict=True) if fetch != "keep"]
         if staying and again and homes.index(staying[0]) < homes.index(again[-1]):
             yield set_to(plan, "fetch", {staying[0]: "again", again[-1]: "keep"}, "another stays", LAST)
         for home in again[-1:]:

@@ -24,7 +24,7 @@ def waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Mov
             ("gradients", plan.frees_early),
         )
         for rank, nbytes in enumerate(sorted(by_size, reverse=True)):
-            homes = [home for home, tier in zip(by_size[nbytes], plan.tiers(by_size[nbytes]), strict=True) if tier == "host"]
+            homes = [home for home, tier in zip(by_size[nbytes], plan.tiers(by_size[nbytes]), strict=True) if tier != "device"]
             for kind, waits_now in kinds if homes else ():
                 now = any(map(waits_now, homes))
                 if now or rank < _LARGEST:
@@ -43,7 +43,9 @@ def waits_together(sizes: Mapping[str, int]) -> Move:
 
     def neighbours(plan: Plan) -> Iterator[Moved]:
         tiers = dict(zip(homes, plan.tiers(homes), strict=True)) if plan.lookahead else {}
-        waits = {home for home, tier in tiers.items() if tier == "host" and (plan.returns_late(home) or plan.frees_early(home))}
+        waits = {
+            home for home, tier in tiers.items() if tier != "device" and (plan.returns_late(home) or plan.frees_early(home))
+        }
         for number, span in enumerate(spans):
             if waits & set(span):
                 yield Moved(number, FIRST, partial(_waiting, plan, kinds, span, sizes, False))

@@ -1,1 +1,1 @@
-"""Planning with a disk: what goes there when the host has not the room, and how far ahead it is read."""
+"""What may go to disk, and whether a plan with something there makes sense. See ``climbs/disk.py`` for how it gets there."""

@@ -6,7 +6,6 @@ from dataclasses import replace
 from math import ceil, inf
 
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.disk.activations import without_disk
 from mtcompile.passes.planning.evaluate import evaluate
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
 from mtcompile.runtime.schedule import gib
@@ -60,3 +59,8 @@ def _host_without_nbytes(problem: PlanningProblem, plan: Plan) -> int:
     homes = {home: "host" if tier == "disk" else tier for home, tier in problem.fixed_homes.items()}
     at_home = evaluate(replace(problem, fixed_homes=homes), without_disk(plan)).plan
     return at_home.peak_bytes["host"]
+
+
+def without_disk(plan: Plan) -> Plan:
+    """Returns the plan with all that it keeps on disk on the host."""
+    return replace(plan, decisions=tuple(replace(d, choice="host") if d.choice == "disk" else d for d in plan.decisions))

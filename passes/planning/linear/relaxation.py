@@ -23,7 +23,7 @@ from mtcompile.passes.planning.linear.exposed import Gap, gaps_between
 from mtcompile.passes.planning.linear.homes import HomeCost, home_costs, place_casts
 from mtcompile.passes.planning.linear.memory import Waits, hold_memory, waiting
 from mtcompile.passes.planning.linear.needs import param_homes
-from mtcompile.passes.planning.linear.program import Counted, Infeasible, Program, gains_us
+from mtcompile.passes.planning.linear.program import Counted, Infeasible, Program, added, gains_us
 from mtcompile.passes.planning.linear.queues import take_time
 from mtcompile.passes.planning.linear.solver import Solution
 from mtcompile.passes.planning.linear.terms import Load, Terms, terms_of
@@ -41,13 +41,15 @@ _APART = 1.4  # times as many bytes as the next optimum of a chain
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """The optimum. ``bound_us``: no plan is faster. ``resident``: home -> share on the device; ``staying``: share that is on
-    the host and stays on the device from its forward to its backward. ``choices``: the variables of blocks, and ``values``:
-    their shares. ``gains_us``: finds those of a Certificate. ``solution``: of the program."""
+    """The optimum. ``bound_us``: no plan is faster. ``resident``: home -> share on the device; ``staying``: share that is
+    elsewhere and stays on the device from its forward to its backward; ``on_disk``: share there, if there is one. ``choices``:
+    the variables of blocks, and ``values``: their shares. ``gains_us``: finds those of a Certificate. ``solution``: of the
+    program."""
 
     bound_us: float
     resident: Mapping[str, float]
     staying: Mapping[str, float]
+    on_disk: Mapping[str, float]
     choices: Choices
     values: Sequence[float]
     gains_us: Callable[[], dict[str, float]]
@@ -117,6 +119,7 @@ class Relaxation:
             solution.optimum,
             {home: 1.0 - values[variable] for home, variable in terms.away.items()},
             {home: values[variable] for home, variable in terms.staying.items()},
+            {home: values[variable] for home, variable in terms.on_disk.items()},
             choices,
             values,
             partial(gains_us, rows, values, solution.prices[len(solution.prices) - len(rows) :]),
@@ -192,6 +195,8 @@ def _build(
     _place_homes(problem, costs, terms)
     place_casts(problem, terms)
     choices = place_blocks(problem, blocks, terms, bounds)
+    if terms.on_disk and problem.budgets.host_activations:
+        _send_on(problem, terms, choices)
     gaps = gaps_between(problem, costs, terms, choices) if bounds else []
     ends = None if bounds or terms.on_disk else _let_decide_alike(problem, blocks, costs, terms, choices)
     take_time(problem, costs, terms, whole, ends)
@@ -386,3 +391,15 @@ def _place_on_disk(problem: PlanningProblem, home: str, cost: HomeCost, terms: T
     terms.loads["drive", "backward"].append(Load(low, high, {variable: cost.drive_us}))
     terms.held["host"][variable] -= held_nbytes(step, budgets)[home]
     terms.held["disk"][variable] += on_disk_nbytes(step, budgets)[home]
+
+
+def _send_on(problem: PlanningProblem, terms: Terms, choices: Choices) -> None:
+    """Adds the bytes of activations that wait on the host and go on to the disk, all together: each is written once, and read
+    once by the backward."""
+    machine, nbytes = problem.machine, terms.program.variable(None)  # in GiB
+    waiting = added(*choices.back.values(), *({away: n for n, _, away in places} for places in choices.crossing.values()))
+    terms.program.at_most({nbytes: 1.0, **{variable: -n / _GIB for variable, n in waiting.items()}})
+    terms.loads["disk_read", "backward"].append(Load(-1, 1 << 29, {nbytes: machine.copy_us(_GIB, "disk_read")}))
+    terms.program.takes(dict.fromkeys(terms.span.values(), 1.0), {"disk": ({nbytes: machine.copy_us(_GIB, "disk_write")}, 0.0)})
+    terms.held["host"][nbytes] -= _GIB
+    terms.held["disk"][nbytes] += _GIB

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.blocks import Block, blocks_alike, variant_decision
+from mtcompile.passes.planning.disk.spacing import spaced
 from mtcompile.passes.planning.linear.blocks import Option
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import Bounds, Chain, Relaxed, Solve
@@ -81,10 +82,11 @@ class Within(NamedTuple):
             fitting = _with_whole_homes(self.solve, limits, base.lookahead, self.rounding.sizes, optimum)
             return self.rounding(fitting, base)
         some = _chosen(optimum.resident, self.rounding.sizes, optimum.resident)
+        movable = self.rounding.movable if limits.get("disk") else ()
         order = sorted(optimum.resident, key=lambda home: (home not in some, -optimum.resident[home]))
-        count, on_host = len(some), sum(self.held[home] for home in order[len(some) :])
+        count, on_host = len(some), sum(self.held[home] for home in order[len(some) :] if home not in movable)
         while on_host > limits["host"] and count < len(order):
-            on_host -= self.held[order[count]]
+            on_host -= 0 if order[count] in movable else self.held[order[count]]
             count += 1
         whole = {home: place < count for place, home in enumerate(order)}
         return self.rounding(self.solve(limits, whole, base.lookahead, optimum), base)
@@ -105,10 +107,11 @@ def _chosen(resident: Mapping[str, float], sizes: Mapping[str, int], preferred: 
 
 
 class Rounding:
-    """Makes plans of solutions in which homes are whole. ``blocks``: of the step; ``sizes``: bytes of its homes."""
+    """Makes plans of solutions in which homes are whole. ``blocks``: of the step; ``sizes``: bytes of its homes;
+    ``movable``: those that may go to disk."""
 
-    def __init__(self, blocks: Sequence[Block], sizes: Mapping[str, int]) -> None:
-        self.sizes = sizes
+    def __init__(self, blocks: Sequence[Block], sizes: Mapping[str, int], movable: Sequence[str] = ()) -> None:
+        self.sizes, self.movable = sizes, movable
         self._alike = blocks_alike(blocks)
         self._decisions: dict[tuple[int, Option, Choice], list[Decision]] = {}  # about a block: most plans share them
 
@@ -121,6 +124,8 @@ class Rounding:
             if base.params(home) == "disk":
                 continue
             decisions.append(Decision("params", home, "device" if share > 0.5 else "host", sizes[home]))
+        there = self._on_disk(relaxed)
+        decisions += [Decision("params", home, "disk", sizes[home]) for home in there]
         on_host = {home: share for home, share in relaxed.staying.items() if relaxed.resident[home] <= 0.5}
         staying = _chosen(on_host, sizes, on_host)
         decisions += [Decision("fetch", home, "keep", sizes[home]) for home in on_host if home in staying]
@@ -141,8 +146,17 @@ class Rounding:
             for block, option, place in zip(members, options, places, strict=True):
                 decisions += self._about(block, option, place)
         named = {(d.kind, d.subject) for d in decisions}
+        decisions = list({(d.kind, d.subject): d for d in decisions}.values())  # the last one of each
         others = [d for d in base.decisions if (d.kind, d.subject) not in named]
+        base = replace(base, disk_lookahead=max(1, base.disk_lookahead)) if there else base
         return replace(base, decisions=(*others, *decisions))
+
+    def _on_disk(self, relaxed: Relaxed) -> list[str]:
+        """The homes that are on disk: of equal ones that are not on the device, as many as their shares add up to, spread
+        evenly over the step."""
+        outside = {h: relaxed.on_disk.get(h, 0.0) for h in self.sizes if h in self.movable and relaxed.resident[h] <= 0.5}
+        alike = [homes for homes in _alike(outside, self.sizes) if sum(outside[home] for home in homes) >= 0.5]
+        return [h for homes in alike for h in spaced(homes, round(sum(outside[home] for home in homes)), 0)]
 
     def _about(self, block: Block, option: Option, place: Choice) -> list[Decision]:
         key = block.index, option, place

@@ -1,14 +1,34 @@
-"""Plans a step that has a disk without it: first, where that may fit, so that a disk that is not needed changes nothing."""
+"""Plans a step that may have a disk: the third tier of its search."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.disk.activations import Find
-from mtcompile.passes.planning.disk.shortage import surely_short
+from mtcompile.passes.planning.disk.homes import surely_short
+from mtcompile.passes.planning.disk.limits import check_worthwhile
 from mtcompile.passes.planning.problem import PlanningProblem, Solved
+
+Find = Callable[[PlanningProblem], Solved]
+
+
+def within_disk(problem: PlanningProblem, find: Find, homes_move: bool = True, known: Candidates | None = None) -> Solved:
+    """Returns the problem, with the homes on disk that its plan has there, and its plan. ``find``: plans a problem, whose
+    device budget it may lower, or raises DoesNotFit, as this does. ``homes_move``: False to plan with nothing on disk, unless
+    some homes are. ``known``: of the same step. Raises NotWorthwhile."""
+    if problem.budgets.disk is None:
+        return find(problem)
+    if not homes_move and "disk" not in problem.fixed_homes.values():
+        return planned_without(problem, known or Candidates(problem), find)
+    part, planned = find(problem)
+    there = {home: "disk" for home, d in planned.plan.decisions.of_kind("params").items() if d.choice == "disk"}
+    budgets = replace(part.budgets, disk_direct=planned.plan.disk_direct)
+    part = replace(part, fixed_homes={**part.fixed_homes, **there}, budgets=budgets)
+    if planned.plan.peak_bytes.get("disk"):
+        check_worthwhile(part, planned.plan)
+    return part, planned
 
 
 def may_fit_without(problem: PlanningProblem, known: Candidates, inside: bool = True) -> bool:

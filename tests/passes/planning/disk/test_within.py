@@ -13,7 +13,7 @@ from mtcompile.options import Options
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Updates
-from mtcompile.passes.planning.disk.spill import within_disk
+from mtcompile.passes.planning.disk.within import within_disk
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
 from tests.helpers.tracing import trace
