@@ -199,15 +199,13 @@ def planning_problem(
     whole: bool = False,
     like: fx.GraphModule | None = None,
     apart: bool = True,
-    effort: str = "normal",
 ) -> PlanningProblem:
     """Returns the step graph of ``joint``, cut into regions, with the limits on its plan. ``whole``: one region per phase.
-    ``like``: the same at another size, whose regions are reused. ``apart``: False if frozen weights share homes with others.
-    ``effort``: what its search may cost."""
+    ``like``: the same at another size, whose regions are reused. ``apart``: False if frozen weights share homes with others."""
     homes = placement.input_homes(joint.graph)
     step = built_once(joint.graph, whole, like, homes if apart else replace(homes, frozen_apart=False), joint.shared)
     budgets, fixed_homes = placement.constraints(step)
-    return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics, effort=effort)
+    return PlanningProblem(step, machine, budgets, workspace, fixed_homes, joint.numerics, effort=placement.effort)
 
 
 def prove(best: PlannedStep, built: BuiltStep, input_homes: InputHomes) -> None:
@@ -309,9 +307,7 @@ class _Forms:
 
     def problem(self, joint: JointStep) -> PlanningProblem:
         target, apart = self.target, self.target.options.disk is None
-        return planning_problem(
-            joint, self.placement, target.machine, target.toolchain.eager.workspace, apart=apart, effort=target.options.effort
-        )
+        return planning_problem(joint, self.placement, target.machine, target.toolchain.eager.workspace, apart=apart)
 
     @property
     def limits(self) -> Budgets:
@@ -383,13 +379,13 @@ def plan_for(form: _Form, target: Target, placement: RunnablePlacement, on_disk:
     key, apart = structure(joint.graph), options.disk is None  # with one, frozen weights are apart if they may go there
     while True:
         if serves_others and (similar := target.searched.get(key)) is not None:
-            alike = planning_problem(joint, placement, machine, workspace, like=similar.joint, effort=options.effort)
+            alike = planning_problem(joint, placement, machine, workspace, like=similar.joint)
             if (planned := plan_like(alike, similar.plan)) is not None:
                 return alike, planned
-        problem = planning_problem(joint, placement, machine, workspace, apart=apart, effort=options.effort)
+        problem = planning_problem(joint, placement, machine, workspace, apart=apart)
         placement.expect(problem)
         if options.fuses and options.policy == FASTEST and may_be_resident(problem):
-            whole = planning_problem(joint, placement, machine, workspace, whole=True, effort=options.effort)
+            whole = planning_problem(joint, placement, machine, workspace, whole=True)
             if (resident := resident_plan(whole)) is not None and leaves_room(whole.budgets, resident.schedule, target.beside):
                 return whole, resident
         try:

@@ -44,6 +44,10 @@ class Door(RunnablePlacement, Protocol):
     ranks_here: int = 1  # processes of this host that train the model together; ``host=`` is for all of them
     host_beside: int = 0  # host bytes beside the step that was planned last: of parameters that it does not read
 
+    @property
+    def effort(self) -> str:
+        return self.options.effort
+
     def limit_host(self, plan: Plan) -> bool:
         state = sum(nbytes for name, nbytes in self.state_nbytes().items() if name != "gradients")  # which may be yet to come
         state += self.pinned_ahead_nbytes()

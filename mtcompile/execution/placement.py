@@ -25,6 +25,10 @@ class Placement(Protocol):
     """The homes of a step's inputs, and the limits its plan must keep to. One implementation per door: a compiled model
     (``execution/model_door``), torch.compile's graphs (``backend``), a forecast (``forecast/request``)."""
 
+    @property
+    def effort(self) -> str:
+        """What the search for its plan may cost."""
+
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         """Says where the inputs of a step have their homes, before anything is planned."""
 

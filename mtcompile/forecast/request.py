@@ -101,11 +101,13 @@ class SizedStep:
 class AssumedPlacement:
     """The placement of a step that will not run: inputs are at home on the host, and the plan chooses every block's home.
     ``make_optimizer``: makes the optimizer whose state is measured; what it does not take is counted as AdamW's. None: the
-    budgets say how much there is. ``ranks``: several have every home on the host."""
+    budgets say how much there is. ``ranks``: several have every home on the host. ``effort``: what planning may
+    cost."""
 
     budgets: Budgets
     make_optimizer: MakeOptimizer | None = None
     ranks: RankLayout = ALONE
+    effort: str = "normal"
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         return InputHomes(frozen_apart=self.budgets.disk is not None, ranks=self.ranks.count, hosts=self.ranks.hosts)
@@ -210,9 +212,9 @@ def _candidates(
     joint: JointStep,
     like: SizedStep | None = None,
 ) -> SizedStep:
-    placement = AssumedPlacement(request.budgets, request.make_optimizer, request.ranks)
+    placement = AssumedPlacement(request.budgets, request.make_optimizer, request.ranks, request.effort)
     known = None if like is None else like.joint.graph
-    problem = planning_problem(joint, placement, request.machine, like=known, apart=request.on_disk, effort=request.effort)
+    problem = planning_problem(joint, placement, request.machine, like=known, apart=request.on_disk)
     candidates = Candidates(problem, request.progress)
     return SizedStep(candidates, captured, joint, *tokens_and_size)
 
