@@ -41,6 +41,7 @@ class Words(nn.Module):
 def _plans_quickly_for_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("known_machine", "speeds"):
         monkeypatch.setattr(f"mtcompile.execution.session.{name}", lambda *args: _SLOW_LINK)
+    monkeypatch.setenv("MT_EFFORT", "normal")
 
 
 def compiled(memory: str, chunks: int | str) -> tuple[Any, torch.optim.Optimizer]:
