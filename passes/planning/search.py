@@ -30,8 +30,8 @@ class Effort(NamedTuple):
 
 EFFORTS: Mapping[str, Effort] = {
     "quick": Effort(2, 60, False, 100),
-    "normal": Effort(4, 1000, True, 1000),
-    "thorough": Effort(16, 10_000, True, 10_000),
+    "normal": Effort(16, 2000, True, 1000),
+    "thorough": Effort(32, 20_000, True, 10_000),
 }
 _EVALUATION_US = 10.0  # what an evaluation costs for each region of a step, on a slow core
 

@@ -638,8 +638,11 @@ def test_an_update_is_proven_to_come_after_every_read() -> None:
         pytest.param("step", 14.5, 12, {}, marks=pytest.mark.long),
     ],
 )
-def test_host_bytes_per_parameter(update: str, most: float, layers: int, options: dict[str, str]) -> None:
+def test_host_bytes_per_parameter(
+    update: str, most: float, layers: int, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """State, gradients and slots, as held after three steps and as planned; activations are few here."""
+    monkeypatch.setenv("MT_EFFORT", "normal")
     model, optimizer = compiled("1MiB", model=deep(layers), update=update, precision="bf16-master32", **options)
     train(model, optimizer)
     parameters = sum(p.numel() for p in model.parameters())

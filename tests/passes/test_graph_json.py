@@ -34,6 +34,13 @@ def test_round_trip(name: str) -> None:
         assert torch.equal(one, other)
 
 
+def test_what_the_contract_says_of_a_graph_is_read_back() -> None:
+    step = trace(*make("cnn")).step
+    said = {"told": ("a branch",), "unordered": ("a base",), "is_part": True}
+    step.meta.update(said)
+    assert said.items() <= graph_from_json(graph_to_json(step)).meta.items()
+
+
 def test_what_the_format_cannot_say() -> None:
     graph = fx.Graph()
     graph.output((graph.call_function(len, (graph.placeholder("x"),)),))

@@ -23,7 +23,9 @@ def casts(homes: Sequence[str]) -> Move:
 
     def neighbours(plan: Plan) -> Iterator[Moved]:
         if not plan.narrow:
-            yield Moved("all", FIRST, partial(plan.changed, narrow=True, wide=()))
+            for part in range(0, _PARTS, 2):  # where all is worse than none, some may be better than either
+                wide = _spread(homes, len(homes) * part // _PARTS)
+                yield Moved(part, FIRST, partial(plan.changed, narrow=True, wide=wide))
             return
         yield Moved("none", FIRST, partial(plan.changed, narrow=False, wide=()))
         crossing = len(plan.wide) * _PARTS // max(1, len(homes))
