@@ -92,4 +92,4 @@ def test_a_plan_whose_kernels_need_more_than_it_was_made_with_is_made_again(
         report = compiled.memory_report()
         assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= memory
         plans.append(compiled.plan)
-    assert plans[1] == plans[2]
+    assert plans[1].decisions.identity == plans[2].decisions.identity and plans[1].peak_bytes == plans[2].peak_bytes

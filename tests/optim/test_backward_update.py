@@ -632,7 +632,7 @@ def test_an_update_is_proven_to_come_after_every_read() -> None:
 @pytest.mark.parametrize(
     ("update", "most", "layers", "options"),
     [
-        ("backward", 12.5, 12, {}),
+        ("backward", 12.6, 12, {}),
         pytest.param("step", 14.5, 12, {"policy": "megatrain"}, marks=pytest.mark.long),  # which needs no search
         *(pytest.param("backward", 12.5, layers, {}, marks=pytest.mark.long) for layers in (16, 20)),
         pytest.param("step", 14.5, 12, {}, marks=pytest.mark.long),
