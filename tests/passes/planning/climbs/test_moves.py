@@ -168,9 +168,8 @@ def test_homes_on_both_tiers_are_exchanged_and_stay_or_do_not() -> None:
 
 def test_the_host_casts_all_or_none_or_shares_of_the_weights_it_may() -> None:
     kind = casts(homes := [f"home {number}" for number in range(16)])
-    (on,) = kind(Plan(narrow=False))
-    whole = on.make()
-    assert whole.narrow and not whole.wide
+    whole, *others = (moved.make() for moved in kind(Plan(narrow=False)))
+    assert whole.narrow and not whole.wide and [len(plan.wide) for plan in others] == [4, 8, 12]
     reached = {moved.name: moved.make() for moved in kind(whole)}
     assert reached.keys() == {"none", 1, 3} and not reached["none"].narrow
     assert [len(reached[part].wide) for part in (1, 3)] == [2, 6]
