@@ -122,7 +122,8 @@ def test_compile_takes_the_form_that_plan_predicts(
     loss = compiled(**inputs)
     loss.sum().backward()
     assert forecast.planned is not None and compiled.plan is not None
-    assert compiled.plan.total_us == forecast.step_time_us and compiled.plan.numerics == forecast.planned.plan.numerics
+    assert compiled.plan.total_us == pytest.approx(forecast.step_time_us, rel=0.01)  # bytes are measured, or by shapes
+    assert compiled.plan.numerics == forecast.planned.plan.numerics
     assert told in compiled.plan.numerics and ("tiles" in told or "chunks" in told) == ("except" in compiled.plan.numerics)
     assert bool(fragments_of(forecast.planned.step)) == bool(fragments) == any("in fragments" in n for n in compiled.plan.notes)
 
