@@ -27,7 +27,7 @@ class Placement(Protocol):
 
     @property
     def effort(self) -> str:
-        """What the search for its plan may cost."""
+        """Returns the name of what the search for its plan may cost."""
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
         """Says where the inputs of a step have their homes, before anything is planned."""

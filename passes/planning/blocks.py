@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.saved import crossing_values, made_again_inside, saved_values
-from mtcompile.passes.plan import Choice, Decision, Plan
+from mtcompile.passes.plan import Choice, Decision, Kind, Plan
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant, fused_variant, save_all, thinned, trade_off
 from mtcompile.passes.step_graph import regions, results
 
 WaitKind = Literal["return", "gradients"]
+WAITS: tuple[WaitKind, ...] = get_args(WaitKind)
 _RANKS = 6  # of values that a block keeps: these come back ahead one after the other, the smaller ones together
 
 
@@ -35,10 +36,13 @@ class Block:
     others: tuple[fx.Node, ...]
 
 
-def waiting(kind: WaitKind, homes: Iterable[str], param_nbytes: Mapping[str, int], waits: bool) -> list[Decision]:
-    """Returns decisions about homes that have waits, or none: for their fetches in the backward, or for their gradients."""
-    choice: Choice = "late" if waits == (kind == "return") else "early"
-    return [Decision(kind, home, choice, param_nbytes[home]) for home in homes]
+def waiting(
+    homes: Iterable[str], param_nbytes: Mapping[str, int], waits: bool, kinds: Sequence[WaitKind] = WAITS
+) -> list[Decision]:
+    """Returns decisions about homes that have waits, or none: for their fetches in the backward, or for their gradients, or for
+    both."""
+    lates = {kind: waits == (kind == "return") for kind in kinds}
+    return [Decision(kind, h, "late" if late else "early", param_nbytes[h]) for kind, late in lates.items() for h in homes]
 
 
 def crossing_by_size(plan: Plan, blocks: Sequence[Block]) -> list[list[fx.Node]]:
@@ -161,7 +165,20 @@ def activation_decision(value: fx.Node, choice: Choice) -> Decision:
     return Decision("activation", value.name, choice, value.meta["nbytes"])
 
 
-def keeping(block: Block, variant: Variant, tier: Choice) -> list[Decision]:
-    """Returns the decisions to keep, of what a block saves, what a variant does, all of it on one tier."""
-    placed = [activation_decision(block.saved[i], tier) for i in variant.positions]
-    return [variant_decision(block.name, block.saved, variant), *placed]
+def keeping(blocks: Iterable[Block], variant: Variant, tier: Choice) -> list[Decision]:
+    """Returns the decisions to keep, of what blocks save, what a variant does, all of it on one tier."""
+    decisions = list[Decision]()
+    for block in blocks:
+        decisions.append(variant_decision(block.name, block.saved, variant))
+        decisions += [activation_decision(block.saved[i], tier) for i in variant.positions]
+    return decisions
+
+
+def placing(values: Iterable[fx.Node], tier: Choice) -> list[Decision]:
+    """Returns the decisions that values wait for their readers on a tier, or are made again."""
+    return [activation_decision(value, tier) for value in values]
+
+
+def about_homes(kind: Kind, choices: Mapping[str, Choice], sizes: Mapping[str, int]) -> list[Decision]:
+    """Returns the decisions of one kind about some homes. ``sizes``: their bytes."""
+    return [Decision(kind, home, choice, sizes[home]) for home, choice in choices.items()]

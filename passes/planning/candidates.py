@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import product
 from math import inf
 from typing import TYPE_CHECKING, get_args
 
@@ -27,7 +26,7 @@ from mtcompile.passes.planning.disk.homes import causes
 from mtcompile.passes.planning.disk.limits import NotWorthwhile, check_worthwhile
 from mtcompile.passes.planning.evaluate import completed, evaluate, identity, judged, shortfall
 from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
-from mtcompile.passes.planning.limits import NO_LIMITS, Limits, fits, missing_nbytes, order
+from mtcompile.passes.planning.limits import NO_LIMITS, Limits, fits, limits_of, missing_nbytes, order
 from mtcompile.passes.planning.linear.relaxation import Bounds, faster_than_resident
 from mtcompile.passes.planning.linear.seeds import Rounding, Within, within_of
 from mtcompile.passes.planning.pace import impatient, paced, with_pace
@@ -120,7 +119,7 @@ class Candidates:
 
     @property
     def effort(self) -> Effort:
-        """What a search may cost."""
+        """The costs that a search may have."""
         return EFFORTS[self.problem.effort]
 
     @cached_property
@@ -149,7 +148,7 @@ class Candidates:
 
     @cached_property
     def _disk(self) -> Disk | None:
-        """What may go to disk; None where nothing may."""
+        """The homes and activations that may go to disk; None where none may."""
         return disk_of(self.problem, self.blocks)
 
     def _ways_with(self, disk: Disk) -> Ways:
@@ -177,7 +176,7 @@ class Candidates:
     @cached_property
     def _casting(self) -> list[str]:
         """The homes of which the host may cast weights."""
-        return casting(self.problem.step, self._streamed) if may_cast(self.problem.step) else []
+        return casting(self.problem.step, self._streamed) if self._casts else []
 
     @cached_property
     def _casts(self) -> bool:
@@ -226,7 +225,7 @@ class Candidates:
         if fits((resident := self.resident).plan, problem.budgets) and not self.resident_may_be_slow:
             minimum = min(self.floor, resident.plan.peak_bytes["device"])
             return completed(problem, resident, minimum, self.certificate(device, host, resident.plan.total_us))
-        candidate = self.evaluate(self._searched(limits := Limits(device, host, problem.budgets.disk))[0])
+        candidate = self.evaluate(self._searched(limits := limits_of(problem.budgets))[0])
         if limits.missing(candidate.plan):
             raise self._refusal(limits)
         minimum = min(self.floor, candidate.plan.peak_bytes["device"])
@@ -302,7 +301,7 @@ class Candidates:
     def _made_room(
         self, plan: Plan, rooms: Mapping[str, Sequence[Room]], limits: Limits, evaluate: Callable[[Plan], Plan]
     ) -> Plan:
-        climb = Climb(limits, Ways([], rooms, lambda plan, unused: iter(())), evaluate, plan)
+        climb = Climb(limits, Ways(rooms=rooms), evaluate, plan)
         climb.make_room()
         return climb.best
 
@@ -335,8 +334,7 @@ class Candidates:
 
     def _with_casts(self, plan: Plan, limits: Limits) -> Plan:
         """Returns the plan, or one with casts on the host if that is better within the limits."""
-        ways = Ways([casts(self._casting)], {}, lambda plan, unused: iter(()))
-        climb = Climb(limits, ways, lambda plan: self._paced(plan).plan, plan)
+        climb = Climb(limits, Ways([casts(self._casting)]), lambda plan: self._paced(plan).plan, plan)
         climb.go_on(_CASTING)
         return climb.best
 
@@ -347,8 +345,8 @@ class Candidates:
             evaluate = self._within(0 if tier == "host" else within.host)
             starts = [evaluate(plan) for plan in self._starts]
             if tier != "device" and self._disk is not None and within.disk != 0:
-                most = [self._disk.most(plan, *about) for plan in starts for about in product((False, True), repeat=2)]
-                starts, ways = [*starts, *map(evaluate, most)], self._ways_with(self._disk)
+                most = [evaluate(sent) for plan in starts for sent in self._disk.mosts(plan)]
+                starts, ways = [*starts, *most], self._ways_with(self._disk)
             if within.device is not None and all(plan.peak_bytes["device"] > within.device for plan in starts):
                 starts.append(self.leanest())
             effort = self.effort._replace(evaluations=int(_LEANEST * self.effort.evaluations))
@@ -405,12 +403,12 @@ class Candidates:
         """Returns a fixed policy's plan with its figures, fit or not; without waiting gradients if that fits better."""
         candidate = self._paced(POLICIES[policy](self.problem.step, self.base, self.open_params))
         if self._casts:
-            candidate = self.evaluate(self._with_casts(candidate.plan, Limits(budgets.device, budgets.host, budgets.disk)))
+            candidate = self.evaluate(self._with_casts(candidate.plan, limits_of(budgets)))
         if not fits(candidate.plan, budgets) and (less := impatient(candidate.plan)) is not None:
             candidate = min((candidate, self.evaluate(less)), key=lambda one: missing_nbytes(one.plan, budgets))
         if not fits(candidate.plan, budgets) and self._disk is not None:
-            limits = Limits(budgets.device, budgets.host, budgets.disk)
-            tried = (candidate.plan, *(self._disk.most(candidate.plan, *about) for about in product((False, True), repeat=2)))
+            limits = limits_of(budgets)
+            tried = candidate.plan, *self._disk.mosts(candidate.plan)
             rooms, within = self._disk.rooms(), limits._replace(disk=None)  # else a small disk would be refused as a small host
             sent = (self._made_room(self.evaluate(plan).plan, rooms, within, self._evaluated) for plan in tried)
             candidate = self.evaluate(min(sent, key=lambda plan: (order(plan, within)[0], order(plan, limits))))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Plan
+from mtcompile.runtime.schedule import Tier
 
 
 class Limits(NamedTuple):
@@ -15,7 +16,7 @@ class Limits(NamedTuple):
     device: int | None = None
     host: int | None = None
     disk: int | None = None
-    least: Literal["device", "host", "disk"] | None = None
+    least: Tier | None = None
 
     @property
     def nbytes(self) -> dict[str, int | None]:
@@ -31,6 +32,11 @@ class Limits(NamedTuple):
 NO_LIMITS = Limits()
 
 
+def limits_of(budgets: Budgets) -> Limits:
+    """Returns the limits that budgets set."""
+    return Limits(budgets.device, budgets.host, budgets.disk)
+
+
 def order(plan: Plan, limits: Limits) -> tuple[int, int, float]:
     """A key by which the best plan within limits comes first, and then those that are least above them."""
     least = 0 if limits.least is None else plan.peak_bytes.get(limits.least, 0)
@@ -44,4 +50,4 @@ def fits(plan: Plan, budgets: Budgets) -> bool:
 
 def missing_nbytes(plan: Plan, budgets: Budgets) -> int:
     """Returns by how many bytes the plan's peaks are above the budgets, of all tiers together."""
-    return sum(max(0, plan.peak_bytes[tier] - n) for tier, n in budgets.nbytes.items() if n is not None)
+    return sum(limits_of(budgets).missing(plan).values())

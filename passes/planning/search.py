@@ -18,9 +18,9 @@ from mtcompile.passes.planning.limits import Limits, order
 
 
 class Effort(NamedTuple):
-    """What a search may cost. ``starts``: plans from which it climbs; ``evaluations``: plans that climbs evaluate, about.
-    ``bounded``: whether linear programs give a bound and more plans to begin at. ``steps``: of training, in which what a search
-    or another form of the step gains must be more than what it costs."""
+    """The costs that a search may have. ``starts``: plans from which it climbs; ``evaluations``: plans that climbs evaluate,
+    about. ``bounded``: whether linear programs give a bound and more plans to begin at. ``steps``: of training, in which what a
+    search or another form of the step gains must be more than what it costs."""
 
     starts: int
     evaluations: int

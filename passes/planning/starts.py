@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.blocks import Block, WaitKind, loading, variant_decision, waiting
+from mtcompile.passes.planning.blocks import Block, loading, variant_decision, waiting
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import PlanningProblem
 
@@ -47,21 +47,17 @@ def plans_to_start_from(
             plan = plan.with_decision(_STAYS) if tier == "device" else plan
             yield plan
             for homes in (_large(sizes), list(sizes)):  # with no room to fetch ahead in the backward, or none for large ones
-                yield (plan := plan.with_decisions(_waiting(homes, sizes)))
+                yield (plan := plan.with_decisions(waiting(homes, sizes, True)))
             if tier == "host":
                 yield (plan := plan.with_decisions(loading([v for b in blocks for v in (*b.saved, *b.crossing)], True)))
-                yield _with_variants(plan, (*blocks[:_ENDS], *blocks[-_ENDS:]), index - 1) if index else plan
+                if index:
+                    yield _with_variants(plan, (*blocks[:_ENDS], *blocks[-_ENDS:]), index - 1)
 
 
 def _large(sizes: Mapping[str, int]) -> list[str]:
     """The homes that are larger than most, such as embeddings."""
     usual = Counter(sizes.values()).most_common(1)[0][0] if sizes else 0
     return [home for home, nbytes in sizes.items() if nbytes > usual]
-
-
-def _waiting(homes: Sequence[str], sizes: Mapping[str, int]) -> list[Decision]:
-    kinds: tuple[WaitKind, ...] = ("return", "gradients")
-    return [decision for kind in kinds for decision in waiting(kind, homes, sizes, True)]
 
 
 def _with_variants(plan: Plan, blocks: Sequence[Block], index: int) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from mtcompile.passes.plan import Plan
@@ -19,9 +20,9 @@ _TIGHT = 3  # plans that are still above the limits once room was made for them,
 class Ways(NamedTuple):
     """The moves of climbs, what makes room by tier for those that need it, and what fills room that is left."""
 
-    kinds: Sequence[Move]
-    rooms: Mapping[str, Sequence[Room]]
-    fill: Fill
+    kinds: Sequence[Move] = ()
+    rooms: Mapping[str, Sequence[Room]] = MappingProxyType({})
+    fill: Fill = lambda plan, unused: iter(())
 
 
 class Failed(NamedTuple):

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from torch import fx
 
 from mtcompile.passes.analysis.state import held_nbytes, param_nbytes, update_staging_nbytes, uses_disk
-from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.blocks import Block, activation_decision, kept_positions
+from mtcompile.passes.plan import Choice, Plan
+from mtcompile.passes.planning.blocks import Block, about_homes, kept_positions, placing
 from mtcompile.passes.planning.climbs.move import FIRST, LAST, THEN, Move, Moved
 from mtcompile.passes.planning.climbs.room import Room
 from mtcompile.passes.planning.disk.homes import dear, may_move
@@ -28,10 +29,10 @@ _MOST_AHEAD, _MOST_SETS = 8, 8  # regions that a read may be ahead of its fetch;
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Disk:
-    """What may go to disk. ``order``: the homes, those first that go there first; ``dear``: those among them that take more of
-    the host on disk than at home; ``sizes``, ``held``: bytes by home, and with state; ``open``: homes that may be on the
-    device; ``blocks``: of the step; ``activations``: whether these may go there; ``direct``: whether weights are read straight
-    to the device, or None; ``staging``: bytes of the host that what a plan has on disk goes through."""
+    """Homes and activations that may go to disk. ``order``: the homes, those first that go there first; ``dear``: those among
+    them that take more of the host on disk than at home; ``sizes``, ``held``: bytes by home, and with state; ``open``: homes
+    that may be on the device; ``blocks``: of the step; ``activations``: whether these may go there; ``direct``: whether weights
+    are read straight to the device, or None; ``staging``: bytes of the host that what a plan has on disk goes through."""
 
     order: Sequence[str]
     dear: Sequence[str]
@@ -47,11 +48,11 @@ class Disk:
 
     def with_homes(self, plan: Plan, tiers: Mapping[str, Choice]) -> Plan:
         """Returns the plan with homes on other tiers."""
-        return self._begun(plan).with_decisions([Decision("params", h, tier, self.sizes[h]) for h, tier in tiers.items()])
+        return self._begun(plan).with_decisions(about_homes("params", tiers, self.sizes))
 
     def with_values(self, plan: Plan, values: Sequence[fx.Node], tier: Choice) -> Plan:
         """Returns the plan with activations that wait on another tier."""
-        return self._begun(plan).with_decisions([activation_decision(value, tier) for value in values])
+        return self._begun(plan).with_decisions(placing(values, tier))
 
     def most(self, plan: Plan, dear_too: bool, activations: bool) -> Plan:
         """Returns the plan with all homes on disk that are not on the device, and activations that wait on the host, or not."""
@@ -59,6 +60,10 @@ class Disk:
         there = [home for home, tier in tiers if tier != "device" and (dear_too or home not in self.dear)]
         plan = self.with_homes(plan, dict.fromkeys(there, "disk"))
         return self.with_all_activations(plan) if activations else plan
+
+    def mosts(self, plan: Plan) -> list[Plan]:
+        """Returns what ``most`` does, in each way."""
+        return [self.most(plan, dear_too, activations) for dear_too, activations in product((False, True), repeat=2)]
 
     def with_all_activations(self, plan: Plan) -> Plan:
         """Returns the plan with all activations on disk that wait on the host."""
@@ -188,11 +193,7 @@ class Disk:
                 yield Moved("straight", FIRST, partial(plan.changed, disk_direct=not plan.disk_direct))
             updates = plan.updates
             if updates is not None and not updates.held and not updates.patient and updates.sets < _MOST_SETS:
-                yield Moved("sets", FIRST, partial(plan.changed, updates=_with_sets(plan)))
-
-
-def _with_sets(plan: Plan) -> object:
-    return None if plan.updates is None else replace(plan.updates, sets=plan.updates.sets + 1)
+                yield Moved("sets", FIRST, partial(plan.changed, updates=replace(updates, sets=updates.sets + 1)))
 
 
 def disk_of(problem: PlanningProblem, blocks: Sequence[Block]) -> Disk | None:

@@ -1,4 +1,4 @@
-"""What a move of a climb is."""
+"""A move of a climb, and the turns in which moves are made."""
 
 from __future__ import annotations
 

@@ -10,10 +10,11 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import Any
 
-from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.blocks import Block, activation_decision, blocks_alike, differ, keeping, kept_positions
+from torch import fx
+
+from mtcompile.passes.plan import Choice, Kind, Plan
+from mtcompile.passes.planning.blocks import Block, about_homes, blocks_alike, differ, keeping, kept_positions, placing
 from mtcompile.passes.planning.climbs.move import FIRST, LAST, THEN, Move, Moved
 from mtcompile.passes.planning.climbs.waits import loads_late, waits, waits_together
 from mtcompile.passes.planning.variants import Variant
@@ -38,11 +39,8 @@ def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list
 def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
     """Exchanges equal homes between the device and the host, moves one, and lets one stay from the forward to the backward."""
 
-    def decided(plan: Plan, kind: Any, tiers: Mapping[str, Choice]) -> Plan:
-        return plan.with_decisions([Decision(kind, home, choice, sizes[home]) for home, choice in tiers.items()])
-
-    def set_to(plan: Plan, kind: Any, tiers: Mapping[str, Choice], name: str, turn: int) -> Moved:
-        return Moved(name, turn, partial(decided, plan, kind, tiers))
+    def set_to(plan: Plan, kind: Kind, tiers: Mapping[str, Choice], name: str, turn: int) -> Moved:
+        return Moved(name, turn, lambda: plan.with_decisions(about_homes(kind, tiers, sizes)))
 
     def neighbours(plan: Plan) -> Iterator[Moved]:
         tiers = plan.tiers(homes)
@@ -98,7 +96,7 @@ def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
                 others = (pair for pair in order if pair[0] != number and (pair[0] < number) == more)
                 if (other := next(others, None)) is not None:
                     turn = THEN if abs(other[0] - number) <= 1 else LAST
-                    yield Moved((number, more), turn, partial(_keeping, plan, other[1], variant, "device"))
+                    yield Moved((number, more), turn, partial(kept, plan, [other[1]], variant, "device"))
         for which, groups in (
             ("saved", [[b.saved[i] for i in positions] for b, positions in zip(blocks, saved_now, strict=True)]),
             ("crossing", [[*b.crossing, *b.others] for b in blocks]),
@@ -106,28 +104,26 @@ def _of_blocks(blocks: Sequence[Block], host: bool, at_once: bool) -> Move:
             at_home = [values for values in groups if any(plan.activation(v.name) == "host" for v in values)]
             here = [values for values in groups if any(plan.activation(v.name) == "device" for v in values)]
             for values in at_home[-1:]:
-                yield Moved((which, "last"), THEN, partial(_placed, plan, values, "device"))
+                yield Moved((which, "last"), THEN, partial(placed, plan, values, "device"))
             for values in here[:1] if host else ():
-                yield Moved((which, "first"), LAST, partial(_placed, plan, values, "host"))
+                yield Moved((which, "first"), LAST, partial(placed, plan, values, "host"))
         for variant, tier in product(variants, ("host", "device") if host else ("device",)) if len(blocks) > 1 else ():
             if variant.positions or tier == "device":
-                yield Moved((variant.positions, tier, "all"), THEN, partial(_all_keeping, plan, blocks, variant, tier))
+                yield Moved((variant.positions, tier, "all"), THEN, partial(kept, plan, blocks, variant, tier))
         last = next((block for place, block in reversed(now) if place < len(variants) - 1), blocks[0])
         for block in dict.fromkeys((last, blocks[0])) if at_once else ():
             for number, variant in enumerate(variants):
                 if variant.positions:
-                    yield Moved((number, block is last, "at home"), THEN, partial(_keeping, plan, block, variant, "host"))
+                    yield Moved((number, block is last, "at home"), THEN, partial(kept, plan, [block], variant, "host"))
 
     return neighbours
 
 
-def _keeping(plan: Plan, block: Block, variant: Variant, choice: Choice) -> Plan:
-    return plan.with_decisions(keeping(block, variant, choice))
+def kept(plan: Plan, blocks: Sequence[Block], variant: Variant, tier: Choice) -> Plan:
+    """Returns the plan in which blocks keep what a variant does, on one tier."""
+    return plan.with_decisions(keeping(blocks, variant, tier))
 
 
-def _all_keeping(plan: Plan, blocks: Sequence[Block], variant: Variant, choice: Choice) -> Plan:
-    return plan.with_decisions([decision for block in blocks for decision in keeping(block, variant, choice)])
-
-
-def _placed(plan: Plan, values: Sequence[Any], choice: Choice) -> Plan:
-    return plan.with_decisions([activation_decision(value, choice) for value in values])
+def placed(plan: Plan, values: Sequence[fx.Node], tier: Choice) -> Plan:
+    """Returns the plan in which values wait on a tier, or are made again."""
+    return plan.with_decisions(placing(values, tier))

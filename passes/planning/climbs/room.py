@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from mtcompile.passes.plan import Decision, Plan
 from mtcompile.passes.planning.blocks import (
     Block,
-    WaitKind,
     activation_decision,
     at_home_by_rank,
     kept_positions,
@@ -74,10 +73,9 @@ def rooms(blocks: Sequence[Block], sizes: Mapping[str, int], held: Mapping[str, 
 
     def alone(plan: Plan, before: Plan) -> _Freed:
         """Lets homes come back late and their gradients go home at once, the largest first: none is beside another then."""
-        kinds: tuple[WaitKind, ...] = ("return", "gradients")
         for nbytes in sorted({*sizes.values()}, reverse=True):
             if alike := [home for home, size in sizes.items() if size == nbytes and not plan.returns_late(home)]:
-                yield nbytes, [decision for kind in kinds for decision in waiting(kind, alike, sizes, True)]
+                yield nbytes, waiting(alike, sizes, True)
 
     def here(plan: Plan, before: Plan) -> _Freed:
         """Moves homes to the device, those first that the next step reads first."""

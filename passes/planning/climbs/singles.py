@@ -6,11 +6,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from torch import fx
-
-from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.blocks import Block, activation_decision, keeping, kept_positions
+from mtcompile.passes.plan import Choice, Kind, Plan
+from mtcompile.passes.planning.blocks import Block, about_homes, kept_positions
 from mtcompile.passes.planning.climbs.move import LAST, Move, Moved
+from mtcompile.passes.planning.climbs.moves import kept, placed
 from mtcompile.passes.planning.variants import Variant
 
 _FEW = 4  # saved values of a block of which each is tried by itself
@@ -39,8 +38,8 @@ def _choices(block: Block) -> list[Variant]:
 def _of_homes(sizes: Mapping[str, int], plan: Plan) -> Iterator[Moved]:
     """Moves a home, lets it stay from the forward to the backward or not, or exchanges it with another."""
 
-    def decided(choices: Mapping[str, Choice], kind: str) -> Plan:
-        return plan.with_decisions([Decision(kind, home, choice, sizes[home]) for home, choice in choices.items()])
+    def decided(choices: Mapping[str, Choice], kind: Kind) -> Plan:
+        return plan.with_decisions(about_homes(kind, choices, sizes))
 
     tiers = dict(zip(sizes, plan.tiers(sizes), strict=True))
     for home, tier in tiers.items():
@@ -60,16 +59,8 @@ def _of_block(block: Block, choices: Sequence[Variant], tiers: Sequence[Choice],
     for variant, tier in itertools.product(choices, tiers):
         there = all(plan.activation(block.saved[i].name) == tier for i in now)
         if (variant.positions != now or not there) and (variant.positions or tier == "device"):
-            yield Moved((variant.positions, tier), LAST, partial(_keeping, plan, block, variant, tier))
+            yield Moved((variant.positions, tier), LAST, partial(kept, plan, [block], variant, tier))
     for values, everywhere in ((block.crossing, (*tiers, "recompute")), (block.others, tiers)):
         for choice in everywhere:
             if any(plan.activation(value.name) != choice for value in values):
-                yield Moved((values, choice), LAST, partial(_placed, plan, values, choice))
-
-
-def _keeping(plan: Plan, block: Block, variant: Variant, tier: Choice) -> Plan:
-    return plan.with_decisions(keeping(block, variant, tier))
-
-
-def _placed(plan: Plan, values: Sequence[fx.Node], choice: Choice) -> Plan:
-    return plan.with_decisions([activation_decision(value, choice) for value in values])
+                yield Moved((values, choice), LAST, partial(placed, plan, values, choice))

@@ -8,7 +8,7 @@ from functools import partial
 from torch import fx
 
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.blocks import Block, WaitKind, at_home_by_rank, crossing_by_size, loading, waiting
+from mtcompile.passes.planning.blocks import WAITS, Block, WaitKind, at_home_by_rank, crossing_by_size, loading, waiting
 from mtcompile.passes.planning.climbs.move import FIRST, LAST, Move, Moved
 
 _LARGEST = 2  # sizes of homes that may wait
@@ -28,7 +28,7 @@ def waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Mov
             for kind, waits_now in kinds if homes else ():
                 now = any(map(waits_now, homes))
                 if now or rank < _LARGEST:
-                    yield Moved((nbytes, kind), LAST, partial(_waiting, plan, [kind], homes, sizes, not now))
+                    yield Moved((nbytes, kind), LAST, partial(_waiting, plan, homes, sizes, not now, [kind]))
 
     return neighbours
 
@@ -39,7 +39,6 @@ def waits_together(sizes: Mapping[str, int]) -> Move:
     single home gains may be lost to the next one that waits."""
     homes, parts = list(sizes), [1 << power for power in range(len(sizes).bit_length())]
     spans = [homes[len(homes) * i // count : len(homes) * (i + 1) // count] for count in parts for i in range(count)]
-    kinds: tuple[WaitKind, ...] = ("return", "gradients")
 
     def neighbours(plan: Plan) -> Iterator[Moved]:
         tiers = dict(zip(homes, plan.tiers(homes), strict=True)) if plan.lookahead else {}
@@ -48,7 +47,7 @@ def waits_together(sizes: Mapping[str, int]) -> Move:
         }
         for number, span in enumerate(spans):
             if waits & set(span):
-                yield Moved(number, FIRST, partial(_waiting, plan, kinds, span, sizes, False))
+                yield Moved(number, FIRST, partial(_waiting, plan, span, sizes, False))
 
     return neighbours
 
@@ -70,8 +69,8 @@ def loads_late(blocks: Sequence[Block]) -> Move:
     return neighbours
 
 
-def _waiting(plan: Plan, kinds: Sequence[WaitKind], homes: Sequence[str], sizes: Mapping[str, int], wait: bool) -> Plan:
-    return plan.with_decisions([each for kind in kinds for each in waiting(kind, homes, sizes, wait)])
+def _waiting(plan: Plan, homes: Sequence[str], sizes: Mapping[str, int], wait: bool, kinds: Sequence[WaitKind] = WAITS) -> Plan:
+    return plan.with_decisions(waiting(homes, sizes, wait, kinds))
 
 
 def _loading(plan: Plan, values: Sequence[fx.Node], late: bool) -> Plan:

@@ -1,1 +1,1 @@
-"""What may go to disk, and whether a plan with something there makes sense. See ``climbs/disk.py`` for how it gets there."""
+"""Homes that may go to disk, and whether a plan with something there makes sense. How it gets there: ``climbs/disk.py``."""
