@@ -247,7 +247,8 @@ class Comparison(Generic[S]):
             planned = self.forms.find(form)
         except DoesNotFit as error:
             self.refused.append((form, error))
-            is_nearer = self.refusal[1] is error
+            nearest = self.refusal[1]  # as near as the nearest is near enough: a finer form may be nearer
+            is_nearer = way_to_go(error.tier, error.minimum) == way_to_go(nearest.tier, nearest.minimum)
             if self.limits.disk is None:
                 self._ended = error.tier == "host" and not is_nearer and self.bound_us(form) == inf
             else:  # to plan with one takes long

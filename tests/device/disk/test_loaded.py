@@ -32,7 +32,6 @@ def losses(model: Any) -> list[torch.Tensor]:
     return [value.detach().cpu() for value in values]
 
 
-@pytest.mark.xfail(reason="with a disk, plans need more of so small a host than they did: no home moves to the device")
 def test_loaded_weights_are_evaluated_and_train_with_the_bits_of_a_run_in_memory(device: torch.device, tmp_path: Path) -> None:
     torch.manual_seed(5)
     plain = Residual()
