@@ -47,7 +47,8 @@ from mtcompile.passes.plan import Plan
 from mtcompile.passes.registered import Registered, applied, name_of
 from mtcompile.passes.rewrites.casts import cast_on_host
 from mtcompile.passes.rewrites.collectives import combine_over_ranks, gather_over_hosts
-from mtcompile.passes.rewrites.recompute import recompute, repeat_forward
+from mtcompile.passes.rewrites.recompute import recompute
+from mtcompile.passes.rewrites.repeat import repeat_forward
 from mtcompile.passes.rewrites.transfers import offload_activations, offload_gradients, stream_params
 from mtcompile.passes.rewrites.trim import trim
 from mtcompile.passes.rewrites.updates import place_updates

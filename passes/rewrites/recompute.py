@@ -1,16 +1,12 @@
-"""Recompute part or all of what a block's forward saved, in two ways.
+"""Recompute part or all of what a block's forward saved, inside its backward.
 
-*Variants of a block* (``recompute``): the forward body goes in front of the backward body that first reads a value
-which was not kept; one kernel does both, so that what was recomputed is freed inside it as the backward proceeds.
-*Chains of blocks* (``repeat_forward``): a value that crosses from block to block is made again by calling its forward
-region once more, from an earlier value that was kept, just before the backward first reads it.
-
-Random operations are replayed from their saved generator state in both.
+The forward body goes in front of the backward body that first reads a value which was not kept; one kernel does both, so that
+what was recomputed is freed inside it as the backward proceeds. Random operations are replayed from their saved generator
+state.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,16 +22,12 @@ from mtcompile.passes.step_graph import (
     body_outputs,
     is_check,
     is_random,
-    is_region,
     kernel_of,
     new_node,
     placeholders,
     regions,
     results,
 )
-
-# ------------------------------------------------------------------------------------------------- variants of a block
-
 
 Forwards = list[tuple[fx.Node, frozenset[fx.Node]]]  # forward regions, each with the saved values that it keeps
 
@@ -155,17 +147,17 @@ def _fused_body(
         items = {int(item.args[1]): item for item in results(forward)}
         states = {name: env[items[position]] for name, position in saved_states(kernel).items() if position in items}
         given = {position: env[item] for position, item in items.items() if item in resident}
-        outputs = _inline(body, kernel, [env[a] for a in forward.args], states, given)
+        outputs = inline(body, kernel, [env[a] for a in forward.args], states, given)
         for position, item in items.items():
             again = outputs[position]
             if item not in resident and again is not None and item.meta["role"] != "rng":
                 env[item] = again
-    own = _inline(body, kernel_of(step, backward), [env[a] for a in backward.args])
+    own = inline(body, kernel_of(step, backward), [env[a] for a in backward.args])
     body.output((*own, *(env[item] for item in extra)))
-    return body, _used(body, taken)
+    return body, used_inputs(body, taken)
 
 
-def _inline(
+def inline(
     body: fx.Graph,
     kernel: fx.GraphModule,
     args: list[fx.Node],
@@ -192,142 +184,7 @@ def _inline(
     return [env.get(node) for node in outputs]
 
 
-# --------------------------------------------------------------------------------------------------- chains of blocks
-
-
-def repeat_forward(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Makes the values between blocks that the plan recomputes again, by calling their forward regions once more before the
-    first backward call that reads them.
-
-    Where neighbouring blocks are recomputed, all of the run is made again at once, from what enters it. With ``plan.span``,
-    a longer run is halved: its first half is made again once to enter the second, and once more when its own turn comes;
-    and so on, as deep as needed: less is live, and more is computed.
-    """
-    calls = Calls(regions(step))
-    forward = [region for region in calls.place if region.meta["phase"] == "forward"]
-    marked = {region: [v for v in results(region) if plan.activation(v.name) == "recompute"] for region in forward}
-    for run in _runs(forward, marked):
-        _repeat_run(step, run, plan.span or len(run), marked, calls)
-    return step
-
-
-Place = tuple[int, ...]  # of a call: places sort in the order of calls
-
-
-class Calls:
-    """The calls of a step, each with its ``place``. A call keeps it when others are put between."""
-
-    def __init__(self, calls: Sequence[fx.Node]) -> None:
-        self.place: dict[fx.Node, Place] = {call: (position,) for position, call in enumerate(calls)}
-        self.at = {place: call for call, place in self.place.items()}
-        self._put_before: dict[Place, int] = {}
-
-    def put_before(self, place: Place, call: fx.Node) -> None:
-        """Puts a new call directly before the one at a place."""
-        count = self._put_before[place] = self._put_before.get(place, -1) + 1
-        self.place[call] = new = (*place[:-1], place[-1] - 1, count)
-        self.at[new] = call
-
-
-def _runs(forward: list[fx.Node], marked: Mapping[fx.Node, list[fx.Node]]) -> list[list[fx.Node]]:
-    """Runs of neighbouring regions with something to make again; the last run first, so that what a repeated call reads may
-    be made again too."""
-    runs: list[list[fx.Node]] = []
-    for before, region in itertools.pairwise([None, *forward]):
-        if region is not None and marked[region]:
-            if runs and runs[-1][-1] is before:
-                runs[-1].append(region)
-            else:
-                runs.append([region])
-    return runs[::-1]
-
-
-def _repeat_run(
-    step: fx.GraphModule, run: list[fx.Node], span: int, marked: Mapping[fx.Node, list[fx.Node]], calls: Calls
-) -> None:
-    """Makes the ``marked`` values of a run again, at most ``span`` blocks at once, and lets the backward read them. Puts the
-    new calls among the ``calls`` of the step."""
-    readers = {
-        value: [user for user in value.users if is_region(user) and user.meta["phase"] == "backward"]
-        for region in run
-        for value in marked[region]
-    }
-    copies: dict[fx.Node, list[tuple[Place, fx.Node]]] = {value: [] for value in readers}  # each with the call it stands before
-
-    def reads(low: int, high: int) -> list[Place]:
-        return [calls.place[user] for region in run[low:high] for value in marked[region] for user in readers[value]]
-
-    def latest(value: fx.Node, place: Place) -> fx.Node:
-        """The last copy of a value before a call; the value itself where there is none."""
-        return next((again for before, again in reversed(copies.get(value, ())) if before <= place), value)
-
-    def repeat(low: int, high: int, place: Place) -> None:
-        for region in run[low:high]:
-            args = {value: latest(value, place) for value in region.args}
-            again = _repeat(step, region, marked[region], calls.at[place], args)
-            calls.put_before(place, again[0].args[0])
-            for value, new in zip(marked[region], again, strict=True):
-                copies[value].append((place, new))
-
-    def serve(low: int, high: int, after: Place) -> None:
-        """Makes the run's blocks from ``low`` to ``high`` again for what reads them later than at ``after``."""
-        place = min((place for place in reads(low, high) if place > after), default=None)
-        if place is None:
-            return
-        if high - low <= span:
-            repeat(low, high, place)
-            return
-        middle = (low + high + 1) // 2
-        repeat(low, middle, place)
-        serve(middle, high, after)
-        serve(low, middle - 1, max(reads(middle, high), default=place))
-
-    serve(0, len(run), ())
-    for value, users in readers.items():
-        for user in users:
-            if (again := latest(value, calls.place[user])) is not value:
-                user.replace_input_with(value, again)
-
-
-def _repeat(
-    step: fx.GraphModule, region: fx.Node, again: list[fx.Node], before: fx.Node, args: Mapping[fx.Node, fx.Node]
-) -> list[fx.Node]:
-    """Calls a region once more for some of its results; ``args``: what stands for each of its operands."""
-    items = {int(item.args[1]): item for item in results(region)}
-    states = {name: items[position] for name, position in saved_states(kernel_of(step, region)).items()}
-    values = list(dict.fromkeys((*region.args, *states.values())))
-    positions = tuple(int(value.args[1]) for value in again)
-    memo, key = step.meta["memo"], ("again", str(region.target), tuple(map(values.index, region.args)), positions)
-    if key not in memo:
-        body, used = _repeated_body(step, region, values, states, positions)
-        memo[key] = step.get_submodule(install(step, step.meta["kernels"], body)), used
-    kernel, used = memo[key]
-    with step.graph.inserting_before(before):
-        operands = tuple(args.get(values[i], values[i]) for i in used)
-        call = new_node(step.graph, "call_module", attach(step, kernel), operands, {}, f"{region.name}_again")
-        call.meta.update(region.meta, phase="backward", recomputes=(region.meta["block"],))
-        return add_call(step.graph, call, [(f"{v.name}_again", dict(v.meta)) for v in again])
-
-
-def _repeated_body(
-    step: fx.GraphModule,
-    region: fx.Node,
-    values: list[fx.Node],
-    states: Mapping[str, fx.Node],
-    positions: tuple[int, ...],
-) -> tuple[fx.Graph, tuple[int, ...]]:
-    """A region's body with only the results at ``positions``, and the positions of the ``values`` that it takes."""
-    body = fx.Graph()
-    taken = {value: body.placeholder(value.name) for value in values}
-    for value, node in taken.items():
-        node.meta = {"val": value.meta.get("held", value.meta["val"])}
-    replayed = {name: taken[state] for name, state in states.items()}
-    outputs = _inline(body, kernel_of(step, region), [taken[a] for a in region.args], replayed)
-    body.output(tuple(outputs[position] for position in positions))
-    return body, _used(body, taken)
-
-
-def _used(body: fx.Graph, taken: Mapping[fx.Node, fx.Node]) -> tuple[int, ...]:
+def used_inputs(body: fx.Graph, taken: Mapping[fx.Node, fx.Node]) -> tuple[int, ...]:
     """Drops what a body does not need, and returns the positions of the placeholders that it does."""
     drop_dead(body)
     used = tuple(i for i, node in enumerate(taken.values()) if node.users)

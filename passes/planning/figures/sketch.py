@@ -6,14 +6,15 @@ to keep. Most plans of a search differ from others in a few blocks, so nearly al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.figures.drawn import Again, Drawn, Placed, Trimmed, all_placed
-from mtcompile.passes.rewrites.recompute import Forwards, Fusion, fusion, kept_of, recompute, repeat_forward
+from mtcompile.passes.rewrites.recompute import Forwards, Fusion, fusion, kept_of, recompute
+from mtcompile.passes.rewrites.repeat import Calls, repeat_calls, repeat_forward, repetition
 from mtcompile.passes.rewrites.trim import trim
 from mtcompile.passes.step_graph import copy_step, kernel_of, outputs_of, regions, results
 
@@ -41,12 +42,15 @@ class Sketches:
         self._complete = all(int(v.args[1]) == i for region in self._whole for i, v in enumerate(region.makes))
         self._kept: dict[tuple[fx.Node, object], tuple[frozenset[fx.Node], fx.Node | None]] = {}
         self._fusions: dict[tuple[fx.Node, tuple[object, ...]], tuple[Drawn, Fusion, dict[fx.Node, Again]]] = {}
+        self._repetitions: dict[Hashable, Drawn] = {}
 
     def of(self, plan: Plan) -> Sketch:
         """Returns the sketch of the step as a plan recomputes it."""
-        drawn = self._fused(plan) if self._complete and not _repeats(plan) else None
+        drawn = self._fused(plan) if self._complete else None
         if drawn is None:
             return self._rewritten(plan)
+        if any(decision.kind == "activation" and decision.choice == "recompute" for decision in plan.decisions):
+            drawn = self._repeated(plan, drawn)
         return Sketch(self.step, self._trimmed.update(drawn), self._trimmed.readers)
 
     def _rewritten(self, plan: Plan) -> Sketch:
@@ -89,7 +93,41 @@ class Sketches:
                     drawn[self.order[user]] = drawn[self.order[user]].reading(new)
         return drawn
 
+    def _repeated(self, plan: Plan, drawn: Sequence[Drawn]) -> list[Drawn]:
+        """Returns the regions, and those that are called once more for values between blocks."""
+        calls = Calls[Any](list(self.order))
+        editor = _InSketch(self.step, dict(zip(self.order, drawn, strict=True)), self._repetitions)
+        repeat_calls(self.step, plan, calls, editor)
+        return [editor.drawn[call] for call in sorted(calls.place, key=calls.place.__getitem__)]
 
-def _repeats(plan: Plan) -> bool:
-    """Tells whether a plan calls forward regions again."""
-    return any(decision.kind == "activation" and decision.choice == "recompute" for decision in plan.decisions)
+
+class _InSketch:
+    """Repeats regions in a sketch. ``drawn``: the region of each call; ``known``: repeated ones, which sketches share."""
+
+    def __init__(self, step: fx.GraphModule, drawn: dict[Any, Drawn], known: dict[Hashable, Drawn]) -> None:
+        self.step, self.drawn, self.known = step, drawn, known
+
+    def readers(self, values: Sequence[fx.Node]) -> dict[fx.Node, list[Any]]:
+        readers: dict[fx.Node, list[Any]] = {value: [] for value in values}
+        for call, region in self.drawn.items():
+            if region.phase == "backward":
+                for value in region.read_once & readers.keys():
+                    readers[value].append(call)
+        return readers
+
+    def repeat(
+        self, region: fx.Node, values: Sequence[fx.Node], args: Mapping[fx.Node, Any], before: Any
+    ) -> tuple[Any, list[Any]]:
+        kernel, operands = repetition(self.step, region, values)
+        reads = [args.get(value, value) for value in operands]
+        count = 0
+        while (call := (region, *values, *reads, count)) in self.drawn:  # once more, from the same
+            count += 1
+        if call not in self.known:
+            self.known[call] = Drawn("backward", kernel, reads, [Again(value) for value in values], True)
+        self.drawn[call] = self.known[call]
+        return call, list(self.known[call].makes)
+
+    def read(self, call: Any, value: fx.Node, again: Any) -> None:
+        region = self.drawn[call]
+        self.drawn[call] = region.reading([again if read is value else read for read in region.reads])

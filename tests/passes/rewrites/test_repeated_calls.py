@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtcompile.passes.rewrites.recompute import Calls
+from mtcompile.passes.rewrites.repeat import Calls
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -16,7 +16,7 @@ def test_places_are_in_the_order_of_calls(seed: int) -> None:
     calls, draw = Calls(order), random.Random(seed)
     for new in range(6, 120):
         before = draw.choice(order)
-        calls.put_before(calls.place[before], new)  # type: ignore[arg-type]
+        calls.put_before(calls.place[before], new)
         order.insert(order.index(before), new)
     assert sorted(order, key=calls.place.__getitem__) == order
     assert [calls.at[calls.place[call]] for call in order] == order
