@@ -17,7 +17,7 @@ from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
 from mtcompile.passes.plan import Certificate, Plan, Updates
 from mtcompile.passes.planning.blocks import Block, blocks_of, decided, everything
 from mtcompile.passes.planning.climbs.casts import casting, casts
-from mtcompile.passes.planning.climbs.climb import Climb, Ways
+from mtcompile.passes.planning.climbs.climb import Climb, Evaluate, Ways
 from mtcompile.passes.planning.climbs.disk import Disk, disk_of
 from mtcompile.passes.planning.climbs.moves import moves
 from mtcompile.passes.planning.climbs.room import Room, filling, rooms
@@ -85,24 +85,29 @@ class Candidates:
             figures = self._figures[key] = self._evaluator.figures(plan)
         return self._evaluator.candidate(plan, figures)
 
-    def _paced(self, plan: Plan) -> Candidate:
-        """Returns the plan as ``paced`` chooses it; the choice is remembered."""
+    def _paced(self, plan: Plan, is_lost: Callable[[Plan], bool] = lambda plan: False) -> Candidate:
+        """Returns the plan as ``paced`` chooses it; the choice is remembered unless the plan is lost."""
         if (key := identity(plan)) in self._paces:
             return self.evaluate(plan.changed(updates=self._paces[key]))
-        candidate = paced(plan, self.evaluate, self._evaluator.due_first)
-        self._paces[key] = candidate.plan.updates
+        candidate = paced(plan, self.evaluate, self._evaluator.due_first, is_lost)
+        if not is_lost(candidate.plan):
+            self._paces[key] = candidate.plan.updates
         return candidate
 
-    def _within(self, host: int | None) -> Callable[[Plan], Plan]:
-        """Returns a function that gives a plan its figures, as ``paced`` chooses it; without gradients that wait on the host if
-        it is above so many bytes there."""
+    def _within(self, limits: Limits) -> Evaluate:
+        """Returns a function that gives a plan its figures, as ``paced`` chooses it unless it is above the limit of the device or
+        not faster than another; without gradients that wait on the host if it is above the limit there."""
+        device, host = limits.device, limits.host
 
-        def within(plan: Plan) -> Plan:
+        def within(plan: Plan, us: float = inf) -> Plan:
+            def is_lost(plan: Plan) -> bool:
+                return plan.step_time_us >= us or (device is not None and plan.peak_bytes["device"] > device)
+
             if host is not None:
                 patient = self.evaluate(with_pace(plan, True, ())).plan
                 if patient.peak_bytes["host"] > host and (less := impatient(patient)) is not None:
                     return self.evaluate(less).plan
-            return self._paced(plan).plan
+            return self._paced(plan, is_lost).plan
 
         return within
 
@@ -265,7 +270,7 @@ class Candidates:
         return [*there, *without]
 
     def _search_using(self, disk: Disk, limits: Limits, known: Sequence[Plan]) -> list[Plan]:
-        starts = [*known, *self._starts_on_disk(disk, limits, self._within(limits.host))]
+        starts = [*known, *self._starts_on_disk(disk, limits, self._within(limits))]
         return self._search_among(limits, self._ways_with(disk), starts)
 
     def _is_worthwhile(self, plan: Plan) -> bool:
@@ -277,11 +282,11 @@ class Candidates:
         return False
 
     def _starts_within(self, limits: Limits) -> list[Plan]:
-        evaluate = self._within(limits.host)
+        evaluate = self._within(limits)
         starts = [self.resident.plan, *self._starts] if limits.host is None else [evaluate(plan) for plan in self._starts]
         return starts + (self._seeds_near(limits, evaluate) if self.effort.bounded else [])
 
-    def _starts_on_disk(self, disk: Disk, limits: Limits, evaluate: Callable[[Plan], Plan]) -> list[Plan]:
+    def _starts_on_disk(self, disk: Disk, limits: Limits, evaluate: Evaluate) -> list[Plan]:
         """Returns plans that have as much on disk as the host lacks: homes, or activations first."""
 
         def sent(plan: Plan) -> Plan:
@@ -298,9 +303,7 @@ class Candidates:
             ways += self._seeds_near(limits, lambda plan: sent(evaluate(plan)))
         return ways
 
-    def _made_room(
-        self, plan: Plan, rooms: Mapping[str, Sequence[Room]], limits: Limits, evaluate: Callable[[Plan], Plan]
-    ) -> Plan:
+    def _made_room(self, plan: Plan, rooms: Mapping[str, Sequence[Room]], limits: Limits, evaluate: Evaluate) -> Plan:
         climb = Climb(limits, Ways(rooms=rooms), evaluate, plan)
         climb.make_room()
         return climb.best
@@ -309,7 +312,7 @@ class Candidates:
         if all(limits.missing(plan) for plan in starts):
             starts.append(self._least_within(limits))
         about = self.effort, self._regions, lambda: self._bound_us(limits)
-        found = searched(starts, limits, ways, self._within(limits.host), *about)
+        found = searched(starts, limits, ways, self._within(limits), *about)
         return [self._with_casts(found[0], limits), *found] if self._casts else found
 
     @cached_property
@@ -334,7 +337,7 @@ class Candidates:
 
     def _with_casts(self, plan: Plan, limits: Limits) -> Plan:
         """Returns the plan, or one with casts on the host if that is better within the limits."""
-        climb = Climb(limits, Ways([casts(self._casting)]), lambda plan: self._paced(plan).plan, plan)
+        climb = Climb(limits, Ways([casts(self._casting)]), lambda plan, us=inf: self._paced(plan).plan, plan)
         climb.go_on(_CASTING)
         return climb.best
 
@@ -342,7 +345,7 @@ class Candidates:
         """Returns the plan found that needs least of a tier, within limits on others; above these if none is found."""
         limits, ways = within._replace(least=tier), self._ways
         if limits not in self._found:
-            evaluate = self._within(0 if tier == "host" else within.host)
+            evaluate = self._within(within._replace(host=0) if tier == "host" else within)
             starts = [evaluate(plan) for plan in self._starts]
             if tier != "device" and self._disk is not None and within.disk != 0:
                 most = [evaluate(sent) for plan in starts for sent in self._disk.mosts(plan)]
@@ -414,5 +417,5 @@ class Candidates:
             candidate = self.evaluate(min(sent, key=lambda plan: (order(plan, within)[0], order(plan, limits))))
         return candidate
 
-    def _evaluated(self, plan: Plan) -> Plan:
+    def _evaluated(self, plan: Plan, us: float = inf) -> Plan:
         return self.evaluate(plan).plan

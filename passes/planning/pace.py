@@ -26,14 +26,16 @@ class Due(NamedTuple):
     casts: bool
 
 
-def paced(plan: Plan, evaluate: Callable[[Plan], Candidate], due_first: Callable[[Plan], Due]) -> Candidate:
+def paced(
+    plan: Plan, evaluate: Callable[[Plan], Candidate], due_first: Callable[[Plan], Due], is_lost: Callable[[Plan], bool]
+) -> Candidate:
     """Evaluates a plan with patient updates as gradients arrive. If they add to the step, also in the order in which they are
     due, and without waiting gradients where the host casts as well. Returns the fastest; of equal ones, that which needs
-    least of the host. ``due_first``: gives that order."""
+    least of the host. ``due_first``: gives that order; ``is_lost``: tells that none of a plan's orders makes it of use."""
     if plan.updates is None or plan.updates.held or plan.updates.in_turn:
         return evaluate(plan)
     candidate = evaluate(with_pace(plan, True, ()))
-    if candidate.plan.update_us < _EXPOSED * candidate.plan.step_time_us:
+    if candidate.plan.update_us < _EXPOSED * candidate.plan.step_time_us or is_lost(candidate.plan):
         return candidate
     tried, (order, casts) = [candidate], due_first(candidate.plan)
     if plan.updates.run_ahead and order:

@@ -12,7 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.climbs.climb import Climb, Ways
+from mtcompile.passes.planning.climbs.climb import Climb, Evaluate, Ways
 from mtcompile.passes.planning.evaluate import identity
 from mtcompile.passes.planning.limits import Limits, order
 
@@ -40,7 +40,7 @@ def searched(
     starts: Iterable[Plan],
     limits: Limits,
     ways: Ways,
-    evaluate: Callable[[Plan], Plan],
+    evaluate: Evaluate,
     effort: Effort,
     regions: int,
     bound_us: Callable[[], float],
@@ -69,7 +69,7 @@ def is_worth(effort: Effort, evaluations: float, regions: int, gain_us: float) -
     return effort.steps * gain_us >= evaluations * regions * _EVALUATION_US
 
 
-def _begun(starts: Sequence[Plan], limits: Limits, ways: Ways, evaluate: Callable[[Plan], Plan], effort: Effort) -> list[Climb]:
+def _begun(starts: Sequence[Plan], limits: Limits, ways: Ways, evaluate: Evaluate, effort: Effort) -> list[Climb]:
     """Returns climbs from the best of the starts. Room is made first for those that are fast but a little above the limits."""
     within = [plan for plan in starts if not limits.missing(plan)]
     fastest_us = min((plan.total_us for plan in within), default=inf)

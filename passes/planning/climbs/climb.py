@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.climbs.move import FIRST, LAST, TURNS, Move, Moved
@@ -15,6 +16,12 @@ from mtcompile.passes.planning.limits import Limits, order
 _HARMS = 1.0005  # times the best plan: moves that make it slower are put off; in 260 tries, one such move helped later
 
 _TIGHT = 3  # plans that are still above the limits once room was made for them, for which room is made again
+
+
+class Evaluate(Protocol):
+    """Gives a plan its figures. Those of a plan that cannot be faster than ``us`` may be of a worse order of its updates."""
+
+    def __call__(self, plan: Plan, us: float = inf) -> Plan: ...
 
 
 class Ways(NamedTuple):
@@ -40,7 +47,7 @@ class Climb:
 
     limits: Limits
     ways: Ways
-    evaluate: Callable[[Plan], Plan]
+    evaluate: Evaluate
     best: Plan
     remaining: float = 0
     failed: dict[Hashable, Failed] = field(default_factory=dict)  # by kind and name of a move, or by these and a room
@@ -134,7 +141,7 @@ class Climb:
         """Returns the plan with its figures; it is the best from now on if it is within the limits and faster, or above them
         by less."""
         self.remaining -= 1
-        evaluated = self.evaluate(plan)
+        evaluated = self.evaluate(plan, inf if self.limits.missing(self.best) else self.best.total_us)
         if order(evaluated, self.limits) < order(self.best, self.limits):
             self.best = evaluated
         return evaluated

@@ -9,7 +9,7 @@ from torch import fx
 
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.blocks import WAITS, Block, WaitKind, at_home_by_rank, crossing_by_size, loading, waiting
-from mtcompile.passes.planning.climbs.move import FIRST, LAST, Move, Moved
+from mtcompile.passes.planning.climbs.move import FIRST, Move, Moved
 
 _LARGEST = 2  # sizes of homes that may wait
 
@@ -28,7 +28,7 @@ def waits(by_size: Mapping[int, Sequence[str]], sizes: Mapping[str, int]) -> Mov
             for kind, waits_now in kinds if homes else ():
                 now = any(map(waits_now, homes))
                 if now or rank < _LARGEST:
-                    yield Moved((nbytes, kind), LAST, partial(_waiting, plan, homes, sizes, not now, [kind]))
+                    yield Moved((nbytes, kind), FIRST, partial(_waiting, plan, homes, sizes, not now, [kind]))
 
     return neighbours
 
@@ -64,7 +64,7 @@ def loads_late(blocks: Sequence[Block]) -> Move:
         for late in (True, False):  # what comes late now, first
             for name, values in together:
                 if any(plan.loads_late(value.name) for value in values) == late:
-                    yield Moved((name, late), LAST, partial(_loading, plan, values, not late))
+                    yield Moved((name, late), FIRST, partial(_loading, plan, values, not late))
 
     return neighbours
 
