@@ -32,7 +32,7 @@ from mtcompile.passes.planning.linear.seeds import Rounding, Within, within_of
 from mtcompile.passes.planning.pace import impatient, paced, with_pace
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, no_progress
-from mtcompile.passes.planning.search import EFFORTS, Effort, is_worth, searched
+from mtcompile.passes.planning.search import EFFORTS, Effort, is_worth, most_evaluations, searched
 from mtcompile.passes.planning.starts import least_plan, plans_to_start_from
 from mtcompile.passes.rewrites.casts import may_cast
 from mtcompile.passes.step_graph import regions
@@ -95,8 +95,8 @@ class Candidates:
         return candidate
 
     def _within(self, limits: Limits) -> Evaluate:
-        """Returns a function that gives a plan its figures, as ``paced`` chooses it unless it is above the limit of the device or
-        not faster than another; without gradients that wait on the host if it is above the limit there."""
+        """Returns a function that gives a plan its figures, as ``paced`` chooses it unless it is above the limit of the device
+        or not faster than another; without gradients that wait on the host if it is above the limit there."""
         device, host = limits.device, limits.host
 
         def within(plan: Plan, us: float = inf) -> Plan:
@@ -243,7 +243,7 @@ class Candidates:
         return self._found[limits]
 
     def _search(self, limits: Limits) -> list[Plan]:
-        self.progress("planning", 0, self.effort.evaluations)
+        self.progress("planning", 0, round(most_evaluations(self.effort, self._regions)))
         if self._disk is None or limits.host is None:
             return self._search_among(limits, self._ways, self._starts_within(limits))
         return self._search_with_disk(self._disk, limits)
@@ -255,7 +255,9 @@ class Candidates:
         if "disk" not in self.problem.fixed_homes.values() and self._bound_us(at_home) < inf:
             without = self._search_among(at_home, self._ways, self._starts_within(at_home))
             gain_us = without[0].total_us - self._bound_us(limits)
-            if not limits.missing(without[0]) and not is_worth(self.effort, self.effort.evaluations, self._regions, gain_us):
+            if not limits.missing(without[0]) and not is_worth(
+                self.effort, most_evaluations(self.effort, self._regions), self._regions, gain_us
+            ):
                 return without
         elif self._bound_us(limits) == inf:  # nothing fits
             return [self._least_within(limits)]
@@ -353,7 +355,7 @@ class Candidates:
             if within.device is not None and all(plan.peak_bytes["device"] > within.device for plan in starts):
                 starts.append(self.leanest())
             effort = self.effort._replace(evaluations=int(_LEANEST * self.effort.evaluations))
-            self._found[limits] = searched(starts, limits, ways, evaluate, effort, 1, lambda: 0.0)
+            self._found[limits] = searched(starts, limits, ways, evaluate, effort, self._regions, lambda: 0.0)
         return self._found[limits][0]
 
     def _refusal(self, limits: Limits) -> DoesNotFit:

@@ -19,8 +19,9 @@ from mtcompile.passes.planning.limits import Limits, order
 
 class Effort(NamedTuple):
     """The costs that a search may have. ``starts``: plans from which it climbs; ``evaluations``: plans that climbs evaluate,
-    about. ``bounded``: whether linear programs give a bound and more plans to begin at. ``steps``: of training, in which what a
-    search or another form of the step gains must be more than what it costs."""
+    about, and fewer of a large step (see ``most_evaluations``). ``bounded``: whether linear programs give a bound, and more
+    plans to begin at. ``steps``: of training, in which what a search or another form of the step gains must be more than what
+    it costs."""
 
     starts: int
     evaluations: int
@@ -30,9 +31,10 @@ class Effort(NamedTuple):
 
 EFFORTS: Mapping[str, Effort] = {
     "quick": Effort(2, 60, False, 100),
-    "normal": Effort(16, 2000, True, 1000),
+    "normal": Effort(16, 3000, True, 1000),
     "thorough": Effort(32, 20_000, True, 10_000),
 }
+_LARGE = 64  # regions of a step: of a larger one, so many fewer plans are evaluated, in the same time
 _EVALUATION_US = 10.0  # what an evaluation costs for each region of a step, on a slow core
 
 
@@ -51,7 +53,7 @@ def searched(
     go on."""
     climbs = _begun(list(starts), limits, ways, evaluate, effort)
     rounds, ended = len(climbs).bit_length(), list[Plan]()
-    each_round = effort.evaluations / max(1, rounds)
+    each_round = most_evaluations(effort, regions) / max(1, rounds)
     for _ in range(rounds):
         best = min((climb.best for climb in climbs), key=lambda plan: order(plan, limits))
         if not limits.missing(best) and not is_worth(effort, each_round, regions, best.total_us - bound_us()):
@@ -62,6 +64,11 @@ def searched(
         kept = max(1, len(climbs) // 2)
         ended, climbs = [climb.best for climb in climbs[kept:]] + ended, climbs[:kept]
     return [climb.best for climb in climbs] + ended
+
+
+def most_evaluations(effort: Effort, regions: int) -> float:
+    """Returns about how many plans of a step the climbs of a search evaluate at most."""
+    return effort.evaluations * _LARGE / max(_LARGE, regions)
 
 
 def is_worth(effort: Effort, evaluations: float, regions: int, gain_us: float) -> bool:
