@@ -30,6 +30,7 @@ from mtcompile.passes.planning.disk.homes import is_hopeless
 from mtcompile.passes.planning.disk.within import may_fit_without
 from mtcompile.passes.planning.limits import fits
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, way_to_go
+from mtcompile.passes.planning.search import Effort, is_worth
 from mtcompile.passes.step_graph import kernel_of, regions
 
 _OPERATION_US = 200.0  # that making a form, its linear program and its plan take for each operation of the step, on one core
@@ -39,17 +40,17 @@ _REFUSED_US = 1_000.0  # of a step, that a refusal which names fewer bytes is wo
 def fastest_form(forms: Forms[S], allowed: Allowed) -> Comparison[S]:
     """Compares the forms that are ``allowed``. Where there is a disk, compares them without it first, as far as plans may fit;
     then with it, if that may be faster."""
-    steps, without = forms.first.candidates.effort.steps, list[tuple[S, Planned]]()
+    effort, without = forms.first.candidates.effort, list[tuple[S, Planned]]()
     if forms.limits.disk is not None:
         candidates = forms.first.candidates
         if may_fit_without(replace(candidates.problem, budgets=forms.limits), candidates, inside=False):
-            compared = Comparison(forms.without_disk(), replace(allowed, begins=UNCUT.begins), steps).run()
+            compared = Comparison(forms.without_disk(), replace(allowed, begins=UNCUT.begins), effort).run()
             if (best := compared.best) is not None:
                 gain_us = best[1].plan.total_us - candidates.bound_us(forms.limits.device, forms.limits.host)
-                if steps * gain_us <= _OPERATION_US * operations(candidates):
+                if not is_worth(effort, _OPERATION_US * operations(candidates), best[1].plan.total_us, gain_us):
                     return compared
             without = compared.fitting
-    return Comparison(forms, allowed, steps, without).run()
+    return Comparison(forms, allowed, effort, without).run()
 
 
 @dataclass(slots=True, eq=False)
@@ -62,11 +63,12 @@ class _Chain(Generic[S]):
 
 class Comparison(Generic[S]):
     """Compares the forms of a step. ``made``: these; ``fitting``: those with plans; ``refused``: those of which no plan fits.
-    ``steps``: in which another form gains the time that comparing it takes."""
+    ``effort``: says what another form must gain."""
 
-    def __init__(self, forms: Forms[S], allowed: Allowed, steps: float, fitting: Sequence[tuple[S, Planned]] = ()) -> None:
+    def __init__(self, forms: Forms[S], allowed: Allowed, effort: Effort, fitting: Sequence[tuple[S, Planned]] = ()) -> None:
         self.forms, self.limits, self.allowed = forms, forms.limits, allowed
-        self.steps = inf if allowed.in_fragments else steps  # what was asked for is compared whatever that takes
+        # What was asked for is compared whatever that takes.
+        self.effort = effort._replace(steps=inf, gain=0.0) if allowed.in_fragments else effort
         self.made, self.fitting, self.refused = list[S](), [*fitting], list[tuple[S, DoesNotFit]]()
         self._open, self._chains, self._kinds, self._ended = list[S](), list[_Chain[S]](), set[object](), False
         self._left = list[_Chain[S]]()  # that have ended
@@ -163,7 +165,7 @@ class Comparison(Generic[S]):
         """Tells whether a form that is finer than another may be worth it beside one that takes ``us``. Where there is none, it
         may fit; where the state fits in no form, the refusal may name fewer bytes."""
         if us == inf:
-            return self._state_may_fit or self.steps * _REFUSED_US > _OPERATION_US * operations(coarser.candidates)
+            return self._state_may_fit or self.effort.steps * _REFUSED_US > _OPERATION_US * operations(coarser.candidates)
         if self.limits.disk is not None:  # with one, plans are far above their bounds
             return False
         return self._is_worth(coarser.candidates, us, lambda: self.bound_us(coarser, inside=False))
@@ -175,11 +177,19 @@ class Comparison(Generic[S]):
 
     def _is_worth(self, candidates: Candidates, us: float, bound_us: Callable[[], float] | None = None) -> bool:
         """Tells whether what a form may gain over ``us`` is more than what it costs. ``bound_us``: its bound, asked for only if
-        needed; default: what it takes however much memory there is."""
+        needed; default: what it takes however much memory there is. Its plan is taken to be as far above its bound as the best
+        one is."""
         cost_us = _OPERATION_US * operations(candidates)
-        if self.steps * us <= cost_us or takes_at_least(candidates, us):
+        if self.effort.steps * us <= cost_us or takes_at_least(candidates, us):
             return False
-        return self.steps * (us - (least_us(candidates) if bound_us is None else bound_us())) > cost_us
+        bound = least_us(candidates) if bound_us is None else bound_us()
+        return is_worth(self.effort, cost_us, us, us - bound * self._above_bound)
+
+    @property
+    def _above_bound(self) -> float:
+        """What the fastest plan takes, as a share of the bound of its form."""
+        best = self.best
+        return 1.0 if best is None or not (bound_us := self.bound_us(best[0])) else max(1.0, best[1].plan.total_us / bound_us)
 
     @property
     def _is_alone(self) -> bool:
@@ -214,7 +224,7 @@ class Comparison(Generic[S]):
         self._add(form)
         us, _ = promise = self._promise(form)
         finer_may_fit = us == inf and self.bound_us(form, inside=False) < inf
-        if promise >= self._promise(chain.coarser) and not finer_may_fit and self.steps < inf:
+        if promise >= self._promise(chain.coarser) and not finer_may_fit and self.effort.steps < inf:
             self._chains.remove(chain)
             self._left.append(chain)
         chain.coarser = form

@@ -32,7 +32,7 @@ from mtcompile.passes.planning.linear.seeds import Rounding, Within, within_of
 from mtcompile.passes.planning.pace import impatient, paced, with_pace
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, no_progress
-from mtcompile.passes.planning.search import EFFORTS, Effort, is_worth, most_evaluations, searched
+from mtcompile.passes.planning.search import EFFORTS, EVALUATION_US, Effort, is_worth, most_evaluations, searched
 from mtcompile.passes.planning.starts import least_plan, plans_to_start_from
 from mtcompile.passes.rewrites.casts import may_cast
 from mtcompile.passes.step_graph import regions
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 _LEANEST = 0.25  # of the plans that a search evaluates: those evaluated to find the leanest
 _GROWN = 4  # times that device memory grows by a tenth, for the linear program to give plans
-_LUCK = 0.99  # of the time without: what a plan that wears a disk may take, as searches differ by so much
 _CASTING = 12  # plans evaluated with casts on the host
 
 
@@ -255,9 +254,8 @@ class Candidates:
         if "disk" not in self.problem.fixed_homes.values() and self._bound_us(at_home) < inf:
             without = self._search_among(at_home, self._ways, self._starts_within(at_home))
             gain_us = without[0].total_us - self._bound_us(limits)
-            if not limits.missing(without[0]) and not is_worth(
-                self.effort, most_evaluations(self.effort, self._regions), self._regions, gain_us
-            ):
+            cost_us = most_evaluations(self.effort, self._regions) * self._regions * EVALUATION_US
+            if not limits.missing(without[0]) and not is_worth(self.effort, cost_us, without[0].total_us, gain_us):
                 return without
         elif self._bound_us(limits) == inf:  # nothing fits
             return [self._least_within(limits)]
@@ -267,7 +265,11 @@ class Candidates:
             others = self._search_using(replace(disk, activations=False), limits, without)
             if not limits.missing(others[0]) and self._is_worthwhile(others[0]):
                 there, refused = others, False
-        if without and not limits.missing(without[0]) and (refused or there[0].total_us > _LUCK * without[0].total_us):
+        if (
+            without
+            and not limits.missing(without[0])
+            and (refused or there[0].total_us > (1 - self.effort.gain) * without[0].total_us)
+        ):
             return [*without, *there]
         return [*there, *without]
 

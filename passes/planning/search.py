@@ -21,21 +21,22 @@ class Effort(NamedTuple):
     """The costs that a search may have. ``starts``: plans from which it climbs; ``evaluations``: plans that climbs evaluate,
     about, and fewer of a large step (see ``most_evaluations``). ``bounded``: whether linear programs give a bound, and more
     plans to begin at. ``steps``: of training, in which what a search or another form of the step gains must be more than what
-    it costs."""
+    it costs; ``gain``: the share of a step that it must gain."""
 
     starts: int
     evaluations: int
     bounded: bool
-    steps: int
+    steps: float
+    gain: float
 
 
 EFFORTS: Mapping[str, Effort] = {
-    "quick": Effort(2, 60, False, 100),
-    "normal": Effort(16, 3000, True, 1000),
-    "thorough": Effort(32, 20_000, True, 10_000),
+    "quick": Effort(2, 60, False, 100, 0.01),
+    "normal": Effort(16, 3000, True, 1000, 0.01),
+    "thorough": Effort(32, 20_000, True, 10_000, 0.001),
 }
 _LARGE = 64  # regions of a step: of a larger one, so many fewer plans are evaluated, in the same time
-_EVALUATION_US = 10.0  # what an evaluation costs for each region of a step, on a slow core
+EVALUATION_US = 10.0  # what an evaluation costs for each region of a step, on a slow core
 
 
 def searched(
@@ -49,14 +50,14 @@ def searched(
 ) -> list[Plan]:
     """Returns the plans at which climbs end, the best first: within the limits and fast, or, where none is, above them by few
     bytes. ``starts``: with their figures; ``evaluate``: gives a plan its figures; ``regions``: of the step; ``bound_us``: no
-    plan within the limits is faster. Ends once what a plan could still gain in ``effort.steps`` steps is less than it costs to
-    go on."""
+    plan within the limits is faster. Ends once what a plan could still gain is not worth what it costs to go on."""
     climbs = _begun(list(starts), limits, ways, evaluate, effort)
     rounds, ended = len(climbs).bit_length(), list[Plan]()
     each_round = most_evaluations(effort, regions) / max(1, rounds)
     for _ in range(rounds):
         best = min((climb.best for climb in climbs), key=lambda plan: order(plan, limits))
-        if not limits.missing(best) and not is_worth(effort, each_round, regions, best.total_us - bound_us()):
+        cost_us = each_round * regions * EVALUATION_US
+        if not limits.missing(best) and not is_worth(effort, cost_us, best.total_us, best.total_us - bound_us()):
             break
         for climb in climbs:
             climb.go_on(each_round / len(climbs))
@@ -71,9 +72,9 @@ def most_evaluations(effort: Effort, regions: int) -> float:
     return effort.evaluations * _LARGE / max(_LARGE, regions)
 
 
-def is_worth(effort: Effort, evaluations: float, regions: int, gain_us: float) -> bool:
-    """Tells whether what a plan may gain is more than what so many evaluations cost."""
-    return effort.steps * gain_us >= evaluations * regions * _EVALUATION_US
+def is_worth(effort: Effort, cost_us: float, us: float, gain_us: float) -> bool:
+    """Tells whether what a plan may gain over one that takes ``us`` is worth what it costs to look for it."""
+    return gain_us > effort.gain * us and effort.steps * gain_us > cost_us
 
 
 def _begun(starts: Sequence[Plan], limits: Limits, ways: Ways, evaluate: Evaluate, effort: Effort) -> list[Climb]:
