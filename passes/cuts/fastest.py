@@ -34,6 +34,7 @@ from mtcompile.passes.planning.search import Effort, is_worth
 from mtcompile.passes.step_graph import kernel_of, regions
 
 _OPERATION_US = 200.0  # that making a form, its linear program and its plan take for each operation of the step, on one core
+_NEAR = 1.2  # of its bound: a plan that is about as near to it as plans are
 _REFUSED_US = 1_000.0  # of a step, that a refusal which names fewer bytes is worth
 
 
@@ -178,7 +179,7 @@ class Comparison(Generic[S]):
     def _is_worth(self, candidates: Candidates, us: float, bound_us: Callable[[], float] | None = None) -> bool:
         """Tells whether what a form may gain over ``us`` is more than what it costs. ``bound_us``: its bound, asked for only if
         needed; default: what it takes however much memory there is. Its plan is taken to be as far above its bound as the best
-        one is."""
+        one is, if that is near its own."""
         cost_us = _OPERATION_US * operations(candidates)
         if self.effort.steps * us <= cost_us or takes_at_least(candidates, us):
             return False
@@ -187,9 +188,10 @@ class Comparison(Generic[S]):
 
     @property
     def _above_bound(self) -> float:
-        """What the fastest plan takes, as a share of the bound of its form."""
-        best = self.best
-        return 1.0 if best is None or not (bound_us := self.bound_us(best[0])) else max(1.0, best[1].plan.total_us / bound_us)
+        """What the fastest plan takes, as a share of the bound of its form; 1 if it is so far above it that others may not be."""
+        if (best := self.best) is None or not (bound_us := self.bound_us(best[0])):
+            return 1.0
+        return share if 1.0 < (share := best[1].plan.total_us / bound_us) <= _NEAR else 1.0
 
     @property
     def _is_alone(self) -> bool:
