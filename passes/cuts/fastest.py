@@ -188,7 +188,7 @@ class Comparison(Generic[S]):
 
     @property
     def _above_bound(self) -> float:
-        """What the fastest plan takes, as a share of the bound of its form; 1 if it is so far above it that others may not be."""
+        """What the fastest plan takes, as a share of the bound of its form; 1 if it is so far above that others may not be."""
         if (best := self.best) is None or not (bound_us := self.bound_us(best[0])):
             return 1.0
         return share if 1.0 < (share := best[1].plan.total_us / bound_us) <= _NEAR else 1.0
