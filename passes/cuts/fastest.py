@@ -169,29 +169,29 @@ class Comparison(Generic[S]):
             return self._state_may_fit or self.effort.steps * _REFUSED_US > _OPERATION_US * operations(coarser.candidates)
         if self.limits.disk is not None:  # with one, plans are far above their bounds
             return False
-        return self._is_worth(coarser.candidates, us, lambda: self.bound_us(coarser, inside=False))
+        return self._is_worth(coarser.candidates, us, lambda: self._expected_us(coarser, inside=False))
 
     def _is_worth_planning(self, form: S) -> bool:
         if (us := self.best_us) < inf:
-            return self._is_worth(form.candidates, us, lambda: self.bound_us(form))
+            return self._is_worth(form.candidates, us, lambda: self._expected_us(form))
         return self._is_alone or self.bound_us(form) < inf
 
     def _is_worth(self, candidates: Candidates, us: float, bound_us: Callable[[], float] | None = None) -> bool:
         """Tells whether what a form may gain over ``us`` is more than what it costs. ``bound_us``: its bound, asked for only if
-        needed; default: what it takes however much memory there is. Its plan is taken to be as far above its bound as the best
-        one is, if that is near its own."""
+        needed; default: what it takes however much memory there is."""
         cost_us = _OPERATION_US * operations(candidates)
         if self.effort.steps * us <= cost_us or takes_at_least(candidates, us):
             return False
-        bound = least_us(candidates) if bound_us is None else bound_us()
-        return is_worth(self.effort, cost_us, us, us - bound * self._above_bound)
+        return is_worth(self.effort, cost_us, us, us - (least_us(candidates) if bound_us is None else bound_us()))
 
-    @property
-    def _above_bound(self) -> float:
-        """What the fastest plan takes, as a share of the bound of its form; 1 if it is so far above that others may not be."""
-        if (best := self.best) is None or not (bound_us := self.bound_us(best[0])):
-            return 1.0
-        return share if 1.0 < (share := best[1].plan.total_us / bound_us) <= _NEAR else 1.0
+    def _expected_us(self, form: S, inside: bool = True) -> float:
+        """Returns what the fastest plan of a form is expected to take: it is as far above its bound as the best plan is, if
+        that is near. With finer fragments it may be nearer: more of them overlap, and bounds let everything do so."""
+        bound_us, best = self.bound_us(form, inside), self.best
+        if best is None or 0 < form.form.cut.nbytes <= best[0].form.cut.nbytes:
+            return bound_us
+        best_bound_us = self.bound_us(best[0])
+        return bound_us * self.best_us / best_bound_us if best_bound_us < self.best_us <= _NEAR * best_bound_us else bound_us
 
     @property
     def _is_alone(self) -> bool:
