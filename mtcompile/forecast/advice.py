@@ -1,7 +1,6 @@
 """Advice about a step that the host has no room for: which changes would make room.
 
-These are planned: by a search, except those with a disk, which are planned by few evaluations, so a search may find a faster
-plan.
+These are planned by few evaluations, so a search may find a faster plan.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.within import within_disk
 from mtcompile.passes.planning.planner import make_plan
-from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem, Progress, Solved
+from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem, Progress
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.trace import time_of
 from mtcompile.torch_private import without_memory
@@ -126,13 +125,8 @@ def _less_state(request: ForecastRequest, problem: PlanningProblem) -> tuple[str
 
 
 def _plan(problem: PlanningProblem, progress: Progress) -> Plan:
-    """Plans a changed step: as it would be if it were asked for or, with a disk or where no plan can fit, by few evaluations.
-    Raises DoesNotFit."""
-    budgets = problem.budgets
-    if budgets.disk is None:
-        return fastest(Candidates(problem, progress), budgets.device, budgets.host).plan
-
-    def find(fixed: PlanningProblem) -> Solved:
-        return fixed, make_plan(replace(fixed, effort="quick"))
-
-    return within_disk(problem, find)[1].plan
+    """Plans a changed step, by few evaluations. Raises DoesNotFit."""
+    quick = replace(problem, effort="quick")
+    if problem.budgets.disk is None:
+        return fastest(Candidates(quick, progress), problem.budgets.device, problem.budgets.host).plan
+    return within_disk(quick, lambda fixed: (fixed, make_plan(fixed)))[1].plan

@@ -244,6 +244,8 @@ class Candidates:
     def _search(self, limits: Limits) -> list[Plan]:
         self.progress("planning", 0, round(most_evaluations(self.effort, self._regions)))
         if self._disk is None or limits.host is None:
+            if self._bound_us(limits) == inf:  # nothing fits
+                return [self._least_within(limits)]
             return self._search_among(limits, self._ways, self._starts_within(limits))
         return self._search_with_disk(self._disk, limits)
 
