@@ -125,8 +125,10 @@ def _less_state(request: ForecastRequest, problem: PlanningProblem) -> tuple[str
 
 
 def _plan(problem: PlanningProblem, progress: Progress) -> Plan:
-    """Plans a changed step, by few evaluations. Raises DoesNotFit."""
-    quick = replace(problem, effort="quick")
-    if problem.budgets.disk is None:
-        return fastest(Candidates(quick, progress), problem.budgets.device, problem.budgets.host).plan
-    return within_disk(quick, lambda fixed: (fixed, make_plan(fixed)))[1].plan
+    """Plans a changed step, by few evaluations; by more where these find no plan. Raises DoesNotFit."""
+    quick, budgets = replace(problem, effort="quick"), problem.budgets
+    if budgets.disk is not None:
+        return within_disk(quick, lambda fixed: (fixed, make_plan(fixed)))[1].plan
+    with suppress(DoesNotFit):
+        return fastest(Candidates(quick, progress), budgets.device, budgets.host).plan
+    return fastest(Candidates(problem, progress), budgets.device, budgets.host).plan

@@ -27,7 +27,10 @@ class Due(NamedTuple):
 
 
 def paced(
-    plan: Plan, evaluate: Callable[[Plan], Candidate], due_first: Callable[[Plan], Due], is_lost: Callable[[Plan], bool]
+    plan: Plan,
+    evaluate: Callable[[Plan], Candidate],
+    due_first: Callable[[Plan], Due],
+    is_lost: Callable[[Plan], bool] = lambda plan: False,
 ) -> Candidate:
     """Evaluates a plan with patient updates as gradients arrive. If they add to the step, also in the order in which they are
     due, and without waiting gradients where the host casts as well. Returns the fastest; of equal ones, that which needs

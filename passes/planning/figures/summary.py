@@ -271,6 +271,7 @@ def summary_of(
     shapes = [_shape_of(each.region, outline) for each in sketch.regions]
     readers, less = sketch.readers, list[Narrowed | None]([None] * len(shapes))
     used: tuple[object, ...] = tuple([readers.get(node, ()) for node in outline.inputs]), tuple([s.updated for s in shapes])
+    used = *used, tuple([readers.get(made.value, ()) for shape in shapes for made in shape.leaves])
     if casting is not None:
         less = narrowed(sketch.graph, sketch.regions, casting, *_crossing(sketch, shapes, outline, casting), outline.returned)
         used = *used, tuple([each and each.key() for each in less])
@@ -419,10 +420,10 @@ def _leaving(
         assert result.leaving is not None
         (place, home, node, updates, collective), used = result.leaving, readers[result.value]
         val = result.value.meta["val"]
-        wide, (made, narrow, widened) = val.element_size() == 8, casts.leaves.get(result.value, (result.nbytes, 0, 0))
-        alike = home, operand, updates, used, collective, wide, result.returned, narrow > 0
+        made, narrow, widened = casts.leaves.get(result.value, (result.nbytes, 0, 0))
+        alike = home, operand, updates, *_alike(result, used, narrow > 0)
         if (entry := going.get(alike)) is None:
-            about = {"wide": wide, "returned": result.returned, "collective": collective}
+            about = {"wide": val.element_size() == 8, "returned": result.returned, "collective": collective}
             entry = going[alike] = Leaving(0, 0, used, home, operand, updates, **about)
         entry.add(made)
         entry.count += 1
@@ -441,6 +442,12 @@ def _leaving(
     return sorted(places, key=places.__getitem__)
 
 
+def _alike(made: _Made, readers: tuple[int, ...], narrow: bool) -> tuple[object, ...]:
+    """Returns what is equal for values that leave a region in one copy, beside the inputs that they are of."""
+    collective = "" if made.leaving is None else made.leaving.collective
+    return readers, collective, made.value.meta["val"].element_size() == 8, made.returned, narrow
+
+
 def _operands(
     outline: Outline, readers: Mapping[Any, tuple[int, ...]], shapes: Sequence[_Shape], less: Sequence[Narrowed | None]
 ) -> tuple[dict[fx.Node, Operand], list[Operand]]:
@@ -452,10 +459,13 @@ def _operands(
         for node in each.comes.keys() | each.unread if each is not None else ():
             waits, of = node if node in waiting else None, (each.comes, each.unread, each.unfetched)
             casts.setdefault(node, []).append((position, waits, *[node in some for some in of]))
-    making: dict[fx.Node, list[int]] = {}  # parameters -> the regions that make gradients of them
-    for position, shape in enumerate(shapes):
-        for node in shape.updated:
-            making.setdefault(node, []).append(position)
+    making: dict[fx.Node, list[object]] = {}  # parameters -> the regions that make gradients of them, and how these leave
+    for position, (shape, each) in enumerate(zip(shapes, less, strict=True)):
+        for made in shape.leaves:
+            if made.leaving is not None and made.leaving.updates:
+                narrow = each is not None and made.value in each.leaves and each.leaves[made.value][1] > 0
+                leaves_as = _alike(made, readers.get(made.value, ()), narrow)
+                making.setdefault(made.leaving.of, []).append((position, *leaves_as))
     alike: dict[tuple[object, ...], list[fx.Node]] = {}
     for node, about in outline.inputs.items():
         key = (*about[:6], about.gathered, readers.get(node, ()), *making.get(node, ()), *casts.get(node, ()))

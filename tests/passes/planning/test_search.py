@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf
 
 import pytest
 
@@ -33,7 +34,7 @@ def _search(starts: list[Plan], effort: Effort, bound_us: float = 0.0, room: Roo
     """Returns the plans that a search ends at, and how many it evaluated."""
     evaluated = list[Plan]()
 
-    def evaluate(plan: Plan) -> Plan:
+    def evaluate(plan: Plan, us: float = inf) -> Plan:
         evaluated.append(plan)
         return _evaluated(plan)
 
@@ -45,14 +46,19 @@ def _search(starts: list[Plan], effort: Effort, bound_us: float = 0.0, room: Roo
 def test_efforts_rise() -> None:
     quick, normal, thorough = (EFFORTS[name] for name in ("quick", "normal", "thorough"))
     for less, more in ((quick, normal), (normal, thorough)):
-        assert less.starts < more.starts and less.evaluations < more.evaluations and less.steps < more.steps
+        assert (
+            less.gain >= more.gain
+            and less.starts < more.starts
+            and less.evaluations < more.evaluations
+            and less.steps < more.steps
+        )
     assert not quick.bounded and normal.bounded and thorough.bounded
 
 
 @pytest.mark.parametrize("evaluations", [30, 300])
 def test_the_better_half_of_the_climbs_goes_on(evaluations: int) -> None:
     starts = [Plan(span=10 * number) for number in range(6)]
-    found, count = _search(starts, Effort(4, evaluations, True, 1000))
+    found, count = _search(starts, Effort(4, evaluations, True, 1000, 0.0))
     assert len(found) == 4 and evaluations / 2 < count < evaluations * 3 // 2
     assert found == sorted(found, key=lambda plan: order(plan, _LIMITS))
     spans = [plan.span for plan in found]
@@ -61,8 +67,11 @@ def test_the_better_half_of_the_climbs_goes_on(evaluations: int) -> None:
 
 def test_it_ends_where_no_more_can_be_gained_than_it_costs() -> None:
     start = _evaluated(Plan(span=5))
-    for bound_us, steps, goes_on in ((0.0, 1000, True), (994.9, 1000, False), (994.9, 10**6, True), (995.0, 10**6, False)):
-        found, count = _search([start], Effort(4, 100, True, steps), bound_us)
+    for bound_us, steps, gain, goes_on in (
+        *((0.0, 1000, 0.0, True), (994.9, 1000, 0.0, False), (994.9, 10**6, 0.0, True), (995.0, 10**6, 0.0, False)),
+        *((980.0, 1000, 0.01, True), (990.0, 10**6, 0.01, False)),
+    ):
+        found, count = _search([start], Effort(4, 100, True, steps, gain), bound_us)
         assert (count > 0) == goes_on == (found[0].span > start.span)
 
 
@@ -71,7 +80,7 @@ def _without_fetches(most: int) -> Callable[[Plan, Plan, int], Plan | None]:
 
 
 def test_a_start_above_the_limits_gets_room_if_it_is_faster_than_those_within() -> None:
-    effort = Effort(2, 0, True, 1000)
+    effort = Effort(2, 0, True, 1000, 0.0)
     within, above = Plan(span=3), Plan(lookahead=2)
     found, count = _search([within, above], effort, room=_without_fetches(6))
     assert count == 1 and [(plan.span, plan.lookahead) for plan in found] == [(0, 1), (3, 0)]

@@ -151,7 +151,7 @@ def test_climbs_fill_the_room_that_is_left_with_homes() -> None:
     climb = Climb(
         Limits(first.peak_bytes["device"] + room),
         Ways([], {"device": []}, filling(*homes)),
-        lambda p: candidates._paced(p).plan,
+        lambda p, us=0.0: candidates._paced(p).plan,
         first,
     )
     climb.go_on(10)

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from math import inf
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_a_move_that_did_harm_is_made_again_where_nothing_else_helps() -> None:
         yield Moved("does little", FIRST, partial(named, plan, "does little", pooled=True))
         yield Moved("helps", THEN, partial(named, plan, "helps", span=plan.span + 1))
 
-    def evaluate(plan: Plan) -> Plan:
+    def evaluate(plan: Plan, us: float = inf) -> Plan:
         us = 100.0 - min(plan.span, 8) + 5.0 * plan.lookahead + 5.0 * plan.disk_lookahead + 1e-3 * plan.pooled
         return plan.changed(step_time_us=us, peak_bytes=_PEAKS)
 
@@ -90,7 +91,7 @@ def test_what_made_no_room_for_a_move_does_so_again_last(room_helps: bool) -> No
         made.append(before.span)
         return plan.changed(lookahead=1)
 
-    def evaluate(plan: Plan) -> Plan:
+    def evaluate(plan: Plan, us: float = inf) -> Plan:
         us = 100.0 - min(plan.span, 4) - 5.0 * plan.pooled + (3.0 if room_helps else 8.0) * plan.lookahead
         nbytes = 8 if plan.pooled and not plan.lookahead else 0
         return plan.changed(step_time_us=us, peak_bytes={"device": nbytes, "host": 0})
@@ -127,7 +128,7 @@ def test_room_is_made_in_the_first_way_that_makes_enough() -> None:
         made.append(name)
         return plan.changed(lookahead=nbytes)
 
-    def evaluate(plan: Plan) -> Plan:
+    def evaluate(plan: Plan, us: float = inf) -> Plan:
         return plan.changed(step_time_us=100.0, peak_bytes={"device": 8 - plan.lookahead, "host": 0})
 
     rooms = [partial(room, "little", 3), partial(room, "enough", 7), partial(room, "more", 8)]
