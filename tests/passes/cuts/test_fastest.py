@@ -124,7 +124,25 @@ def test_the_form_with_the_lowest_bound_is_planned_first_and_none_whose_bound_is
     best = compared(step).best
     assert best is not None and best[0] is step.forms[2] and step.planned == [16]
     step = Step([chunks(1, 100), chunks(4, 95, 110), chunks(16, 90, 130)])
-    assert compared(step).best_us == 110 and step.planned == [16, 4, 1]
+    assert compared(step).best_us == 110 and step.planned == [16, 4]
+
+
+def test_other_plans_are_expected_as_far_above_their_bounds_as_one_that_is_near_its_own() -> None:
+    """Here 11 %: the others would take 110 and 101."""
+    step = Step([chunks(1, 99), chunks(4, 91), chunks(16, 90, 100)])
+    assert compared(step).best_us == 100 and step.planned == [16]
+    step = Step([chunks(1, 100, 125), chunks(4, 95, 130), chunks(16, 90, 130)])  # far above: others may not be
+    assert compared(step).best_us == 125 and step.planned == [16, 4, 1]
+
+
+def test_finer_fragments_are_expected_to_come_nearer_to_their_bounds() -> None:
+    def fragments(nbytes: int, bound_us: float, found: float) -> Made:
+        return Made(Form(cut=Cut(nbytes)), bound_us, found)
+
+    step = Step([chunks(1, 200, 300)])
+    comparison = Comparison(step, IN_CHUNKS, EFFORTS["normal"], [(best := fragments(8, 90, 100), step.find(best))])
+    assert comparison._expected_us(fragments(16, 90, 0)) == pytest.approx(100)
+    assert comparison._expected_us(fragments(4, 90, 0)) == comparison._expected_us(best) == 90
 
 
 def test_a_chain_ends_where_the_bound_does_not_fall() -> None:
@@ -146,7 +164,7 @@ def test_a_form_is_worth_the_time_that_some_steps_gain(
     """Here 20 ms, 200 µs of each of a hundred steps, 20 of a thousand, or 2 of ten thousand: to make one and, beside the best
     plan, to search for another."""
     monkeypatch.setattr(fastest, "operations", lambda candidates: 100)
-    step = Step([chunks(1, 300, 310, finer_us=275), chunks(4, 290, 300, finer_us=280), chunks(16, 281, 305)])
+    step = Step([chunks(1, 300, 310, finer_us=275), chunks(4, 290, 300, finer_us=280), chunks(16, 281, 400)])
     compared(step, effort=effort)
     assert step.planned == planned
 
