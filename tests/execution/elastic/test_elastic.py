@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mtcompile
-from mtcompile.execution.elastic.replanner import GAIN, Elastic
+from mtcompile.execution.elastic.replanner import Elastic
 from mtcompile.execution.elastic.speeds import WINDOW
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan
@@ -103,7 +103,7 @@ def of_a_quarter(machine: Machine) -> Machine:
 
 
 def test_a_plan_follows_the_link_in_both_directions_and_changes_no_bits() -> None:
-    training = Training(throttle=FAST, layers=2, memory="5MiB")
+    training = Training(throttle=FAST, layers=2, memory="6MiB")
     session = training.model._mt_model.session
     elastic: Elastic = session.replanner
     session.listeners.remove(elastic)  # which is told of made-up times instead
@@ -120,13 +120,14 @@ def test_a_plan_follows_the_link_in_both_directions_and_changes_no_bits() -> Non
     told(training, elastic, 12.5)
     assert len(training.changes) == 1 and training.model.plan is slow[0]  # nothing new
     told(training, elastic, 1.0)
-    assert time_us(training, training.model.plan, FAST) <= (1 + GAIN) * first[0].total_us
+    assert len(training.changes) == 2 and recomputing(training.model.schedule) < recomputing(slow[1])
+    assert training.model.plan.total_us <= 1.0001 * first[0].total_us
     training.step()
 
 
 @pytest.mark.parametrize(
     ("layers", "memory", "swaps"),
-    [(4, "7MiB", 1), *(pytest.param(*each, 0, marks=pytest.mark.long) for each in ((6, "7MiB"), (3, "6MiB"), (6, "10MiB")))],
+    [(4, "8MiB", 4), *(pytest.param(*each, 0, marks=pytest.mark.long) for each in ((6, "7MiB"), (3, "6MiB"), (6, "10MiB")))],
 )
 def test_a_link_of_a_quarter_of_its_speed_and_its_return_are_followed(layers: int, memory: str, swaps: int) -> None:
     """Within ten steps, which are made up, with the exact times of each speed. Some plans are near the best at both speeds."""
