@@ -32,7 +32,7 @@ from mtcompile.passes.planning.linear.seeds import Rounding, Within, within_of
 from mtcompile.passes.planning.pace import impatient, paced, with_pace
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, no_progress
-from mtcompile.passes.planning.search import EFFORTS, EVALUATION_US, Effort, is_worth, most_evaluations, searched
+from mtcompile.passes.planning.search import EFFORTS, Effort, cost_of, is_worth, most_evaluations, searched
 from mtcompile.passes.planning.starts import least_plan, plans_to_start_from
 from mtcompile.passes.rewrites.casts import may_cast
 from mtcompile.passes.step_graph import regions
@@ -256,7 +256,7 @@ class Candidates:
         if "disk" not in self.problem.fixed_homes.values() and self._bound_us(at_home) < inf:
             without = self._search_among(at_home, self._ways, self._starts_within(at_home))
             gain_us = without[0].total_us - self._bound_us(limits)
-            cost_us = most_evaluations(self.effort, self._regions) * self._regions * EVALUATION_US
+            cost_us = cost_of(most_evaluations(self.effort, self._regions), self._regions)
             if not limits.missing(without[0]) and not is_worth(self.effort, cost_us, without[0].total_us, gain_us):
                 return without
         elif self._bound_us(limits) == inf:  # nothing fits

@@ -36,7 +36,7 @@ EFFORTS: Mapping[str, Effort] = {
     "thorough": Effort(32, 20_000, True, 10_000, 0.001),
 }
 _LARGE = 64  # regions of a step: of a larger one, so many fewer plans are evaluated, in the same time
-EVALUATION_US = 10.0  # what an evaluation costs for each region of a step, on a slow core
+_EVALUATION_US = 10.0  # what an evaluation costs for each region of a step, on a slow core
 
 
 def searched(
@@ -56,7 +56,7 @@ def searched(
     each_round = most_evaluations(effort, regions) / max(1, rounds)
     for _ in range(rounds):
         best = min((climb.best for climb in climbs), key=lambda plan: order(plan, limits))
-        cost_us = each_round * regions * EVALUATION_US
+        cost_us = cost_of(each_round, regions)
         if not limits.missing(best) and not is_worth(effort, cost_us, best.total_us, best.total_us - bound_us()):
             break
         for climb in climbs:
@@ -70,6 +70,11 @@ def searched(
 def most_evaluations(effort: Effort, regions: int) -> float:
     """Returns about how many plans of a step the climbs of a search evaluate at most."""
     return effort.evaluations * _LARGE / max(_LARGE, regions)
+
+
+def cost_of(evaluations: float, regions: int) -> float:
+    """Returns the µs that so many evaluations of plans of a step take, about."""
+    return evaluations * regions * _EVALUATION_US
 
 
 def is_worth(effort: Effort, cost_us: float, us: float, gain_us: float) -> bool:

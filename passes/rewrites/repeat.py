@@ -31,15 +31,14 @@ def repeat_forward(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
 
 
 class Editor(Protocol[C]):
-    """What repeats need of the calls of a step."""
+    """Reads and changes the calls of a step, as far as repeats need that."""
 
     def readers(self, values: Sequence[fx.Node]) -> Mapping[fx.Node, list[C]]:
         """Returns by value the calls of the backward that read it."""
         ...
 
-    def repeat(self, region: fx.Node, values: Sequence[fx.Node], args: Mapping[fx.Node, Any], before: C) -> tuple[C, list[Any]]:
-        """Calls a forward region once more before another call. ``args``: what stands for its operands. Returns the call, and
-        what it makes for each of ``values``."""
+    def repeat(self, repetition: Repetition, before: C) -> tuple[C, list[Any]]:
+        """Puts a call before another one. Returns it, and what it makes for each of its values."""
         ...
 
     def read(self, call: C, value: fx.Node, again: Any) -> None:
@@ -57,7 +56,7 @@ def repeat_calls(step: fx.GraphModule, plan: Plan, calls: Calls[C], editor: Edit
     forward = [region for region in regions(step) if region.meta["phase"] == "forward"]
     marked = {region: [v for v in results(region) if plan.activation(v.name) == "recompute"] for region in forward}
     for run in _runs(forward, marked):
-        _Run(run, marked, calls, editor).repeat(plan.span or len(run))
+        _Run(step, run, marked, calls, editor).repeat(plan.span or len(run))
 
 
 Place = tuple[int, ...]  # of a call: places sort in the order of calls
@@ -95,9 +94,14 @@ class _Run(Generic[C]):
     """A run of regions whose ``marked`` values are made again."""
 
     def __init__(
-        self, run: Sequence[fx.Node], marked: Mapping[fx.Node, list[fx.Node]], calls: Calls[C], editor: Editor[C]
+        self,
+        step: fx.GraphModule,
+        run: Sequence[fx.Node],
+        marked: Mapping[fx.Node, list[fx.Node]],
+        calls: Calls[C],
+        editor: Editor[C],
     ) -> None:
-        self.run, self.marked, self.calls, self.editor = run, marked, calls, editor
+        self.step, self.run, self.marked, self.calls, self.editor = step, run, marked, calls, editor
         self.readers = editor.readers([value for region in run for value in marked[region]])
         self.copies: dict[fx.Node, list[tuple[Place, Any]]] = {v: [] for v in self.readers}  # each, and what it stands before
 
@@ -129,7 +133,8 @@ class _Run(Generic[C]):
     def _make(self, low: int, high: int, place: Place) -> None:
         for region in self.run[low:high]:
             args = {value: self._latest(value, place) for value in region.args}
-            call, made = self.editor.repeat(region, self.marked[region], args, self.calls.at[place])
+            again = _repetition(self.step, region, self.marked[region], args)
+            call, made = self.editor.repeat(again, self.calls.at[place])
             self.calls.put_before(place, call)
             for value, new in zip(self.marked[region], made, strict=True):
                 self.copies[value].append((place, new))
@@ -148,14 +153,11 @@ class _InGraph:
     def readers(self, values: Sequence[fx.Node]) -> Mapping[fx.Node, list[fx.Node]]:
         return {v: [user for user in v.users if is_region(user) and user.meta["phase"] == "backward"] for v in values}
 
-    def repeat(
-        self, region: fx.Node, values: Sequence[fx.Node], args: Mapping[fx.Node, fx.Node], before: fx.Node
-    ) -> tuple[fx.Node, list[fx.Node]]:
-        kernel, operands = repetition(self.step, region, values)
+    def repeat(self, repetition: Repetition, before: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+        region, values, kernel, reads = repetition
         with self.step.graph.inserting_before(before):
-            given = tuple(args.get(value, value) for value in operands)
             name = attach(self.step, kernel)
-            call = new_node(self.step.graph, "call_module", name, given, {}, f"{region.name}_again")
+            call = new_node(self.step.graph, "call_module", name, reads, {}, f"{region.name}_again")
             call.meta.update(region.meta, phase="backward", recomputes=(region.meta["block"],))
             return call, add_call(self.step.graph, call, [(f"{v.name}_again", dict(v.meta)) for v in values])
 
@@ -164,14 +166,16 @@ class _InGraph:
 
 
 class Repetition(NamedTuple):
-    """A forward region that makes some of its values again: its ``kernel`` and ``operands``."""
+    """A forward region that makes some of its ``values`` again: the ``kernel`` that does, and what that ``reads``."""
 
+    region: fx.Node
+    values: Sequence[fx.Node]
     kernel: fx.GraphModule
-    operands: tuple[fx.Node, ...]
+    reads: tuple[Any, ...]
 
 
-def repetition(step: fx.GraphModule, region: fx.Node, again: Sequence[fx.Node]) -> Repetition:
-    """Returns what calls a region once more for some of its results."""
+def _repetition(step: fx.GraphModule, region: fx.Node, again: Sequence[fx.Node], args: Mapping[fx.Node, Any]) -> Repetition:
+    """Returns what calls a region once more for some of its results. ``args``: what stands for its operands."""
     items = {int(item.args[1]): item for item in results(region)}
     states = {name: items[position] for name, position in saved_states(kernel_of(step, region)).items()}
     values = list(dict.fromkeys((*region.args, *states.values())))
@@ -181,7 +185,7 @@ def repetition(step: fx.GraphModule, region: fx.Node, again: Sequence[fx.Node]) 
         body, used = _repeated_body(step, region, values, states, positions)
         memo[key] = step.get_submodule(install(step, step.meta["kernels"], body)), used
     kernel, used = memo[key]
-    return Repetition(kernel, tuple(values[i] for i in used))
+    return Repetition(region, again, kernel, tuple(args.get(values[i], values[i]) for i in used))
 
 
 def _repeated_body(

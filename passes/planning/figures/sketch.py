@@ -14,7 +14,7 @@ from torch import fx
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.figures.drawn import Again, Drawn, Placed, Trimmed, all_placed
 from mtcompile.passes.rewrites.recompute import Forwards, Fusion, fusion, kept_of, recompute
-from mtcompile.passes.rewrites.repeat import Calls, repeat_calls, repeat_forward, repetition
+from mtcompile.passes.rewrites.repeat import Calls, Repetition, repeat_calls, repeat_forward
 from mtcompile.passes.rewrites.trim import trim
 from mtcompile.passes.step_graph import copy_step, kernel_of, outputs_of, regions, results
 
@@ -96,7 +96,7 @@ class Sketches:
     def _repeated(self, plan: Plan, drawn: Sequence[Drawn]) -> list[Drawn]:
         """Returns the regions, and those that are called once more for values between blocks."""
         calls = Calls[Any](list(self.order))
-        editor = _InSketch(self.step, dict(zip(self.order, drawn, strict=True)), self._repetitions)
+        editor = _InSketch(dict(zip(self.order, drawn, strict=True)), self._repetitions)
         repeat_calls(self.step, plan, calls, editor)
         return [editor.drawn[call] for call in sorted(calls.place, key=calls.place.__getitem__)]
 
@@ -104,8 +104,8 @@ class Sketches:
 class _InSketch:
     """Repeats regions in a sketch. ``drawn``: the region of each call; ``known``: repeated ones, which sketches share."""
 
-    def __init__(self, step: fx.GraphModule, drawn: dict[Any, Drawn], known: dict[Hashable, Drawn]) -> None:
-        self.step, self.drawn, self.known = step, drawn, known
+    def __init__(self, drawn: dict[Any, Drawn], known: dict[Hashable, Drawn]) -> None:
+        self.drawn, self.known = drawn, known
 
     def readers(self, values: Sequence[fx.Node]) -> dict[fx.Node, list[Any]]:
         readers: dict[fx.Node, list[Any]] = {value: [] for value in values}
@@ -115,12 +115,8 @@ class _InSketch:
                     readers[value].append(call)
         return readers
 
-    def repeat(
-        self, region: fx.Node, values: Sequence[fx.Node], args: Mapping[fx.Node, Any], before: Any
-    ) -> tuple[Any, list[Any]]:
-        kernel, operands = repetition(self.step, region, values)
-        reads = [args.get(value, value) for value in operands]
-        count = 0
+    def repeat(self, repetition: Repetition, before: Any) -> tuple[Any, list[Any]]:
+        (region, values, kernel, reads), count = repetition, 0
         while (call := (region, *values, *reads, count)) in self.drawn:  # once more, from the same
             count += 1
         if call not in self.known:
