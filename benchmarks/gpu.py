@@ -22,7 +22,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures"
-PARTS = ("tests", "fixtures", "benchmark", "arriving")
+PARTS = ("tests", "fixtures", "benchmark")
 _PROCESSES = 4  # of tests on the one GPU
 _OUTCOME = re.compile(  # of one process, and of several
     r"(?P<test>tests/device/\S+?::.+?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED)"
@@ -90,12 +90,6 @@ def benchmark(minutes: float) -> bool:
     return subprocess.run([*command, "--json", str(RESULTS / "gpu.json")], check=False).returncode == 0
 
 
-def arriving() -> bool:
-    """Where a kernel that reads fragments of a weight as they arrive is faster."""
-    command = [sys.executable, "-m", "benchmarks.arriving", "--json", str(RESULTS / "gpu-arriving.json")]
-    return subprocess.run(command, check=False).returncode == 0
-
-
 def pytest_runtest_logreport(report: Any) -> None:
     """Shows a failure when it happens: a run that is cut short has no summary. This module is a plugin of ``tests``."""
     if report.failed:
@@ -124,7 +118,6 @@ def main() -> int:
         "tests": lambda: tests(args.minutes),
         "fixtures": fixtures,
         "benchmark": lambda: benchmark(args.minutes),
-        "arriving": arriving,
     }
     return 0 if all([run[part]() for part in args.part or PARTS]) else 1
 

@@ -1,6 +1,6 @@
 """``mtcompile.verify`` and ``mtcompile bench`` on a device with memory of its own, where weights may be updated on the host.
 
-And Triton's kernels on a GPU: updates give the bits of the host; a linear layer reads fragments as copies bring them.
+And Triton's kernels on a GPU: updates give the bits of the host.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 import mtcompile
-from mtcompile.kernels.arriving import Arriving, linear, send
 from mtcompile.models.decoders import SHAPES
 from mtcompile.parity.benchmark import benchmark
 from mtcompile.parity.workload import setup_of
@@ -51,31 +49,3 @@ def test_updates_on_the_gpu_give_the_bits_of_the_host(device: torch.device, name
     for parts in (edge_operands(STATES[name]), random_operands(10**6 + 3, STATES[name])):
         results = run(name, layout, [part.to(device) for part in parts], kernels=device_kernels)
         assert_same_bits([result.cpu() for result in results], run(name, layout, parts))
-
-
-@needs_triton
-@needs_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_no_fragment_is_read_before_its_copy(dtype: torch.dtype) -> None:
-    """Numbers whose sums are exact in any order. Each step brings another weight into the same slot."""
-    copies, tokens, rows, columns = torch.cuda.Stream(), 33, 5000, 1000
-    slot = torch.full((rows, columns), torch.nan, dtype=dtype, device="cuda")
-    flags = torch.zeros(10, dtype=torch.int32, device="cuda")
-    for step in range(1, 21):
-        source = torch.randint(-3, 4, (rows, columns)).to(dtype).pin_memory()
-        x = torch.randint(-3, 4, (tokens, columns)).to(dtype)
-        copies.wait_stream(torch.cuda.current_stream())  # the slot is read by the step before
-        arriving = Arriving(slot, 512, flags, step)
-        send(arriving, source, copies)
-        exact = F.linear(x.double(), source.double()).to(dtype)
-        assert torch.equal(linear(x.cuda(), arriving).cpu(), exact), step
-
-
-@needs_gpu
-def test_a_copy_that_the_kernel_could_hold_up_is_refused() -> None:
-    weight, flags = torch.zeros(64, 8, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
-    arriving = Arriving(weight, 64, flags, 1)
-    with pytest.raises(ValueError, match="expected a stream for copies alone"):
-        send(arriving, torch.zeros(64, 8).pin_memory(), torch.cuda.current_stream())
-    with pytest.raises(ValueError, match="expected a pinned source"):
-        send(arriving, torch.zeros(64, 8), torch.cuda.Stream())

@@ -83,7 +83,7 @@ def test_an_error_of_a_child_is_its_last_line() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("command", [("benchmarks.gpu",), ("benchmarks.run", "--suite", "gpu"), ("benchmarks.arriving",)])
+@pytest.mark.parametrize("command", [("benchmarks.gpu",), ("benchmarks.run", "--suite", "gpu")])
 def test_without_a_gpu_nothing_is_run(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
