@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> operation -> microseconds: (measured, by formula)
 
+# What compiled chains have shown: those that are equal to eager, the operations and the chains that differ, with their names.
+Chains = tuple[set[str], dict[str, str], dict[str, str]]
+
 
 def read_joint(key: str | None) -> fx.GraphModule | None:
     """Reads a normalized joint graph; ``key`` comes from capture.joint_key. None if there is none or it cannot be read."""
@@ -123,6 +126,29 @@ def write_times(key: str, times: Times) -> bool:
     """Writes measured times. Returns whether they can be read back."""
     files.write("times", key, json.dumps(times, indent=1))
     return read_times(key) == times
+
+
+def chains_key(identity: str) -> str:
+    """Hashes on what the bits of compiled chains may depend."""
+    return _digest(f"chains {identity}")
+
+
+def read_chains(key: str | None) -> Chains:
+    """Reads what chains have shown: nothing if there is none, or if it cannot be read."""
+    text = files.read("chains", key)
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        if text:
+            equal, *named = parsed_json(text, "chains")
+            operations, chains = ({str(key): str(words) for key, words in each.items()} for each in named)
+            return set(map(str, equal)), operations, chains
+    return set(), {}, {}
+
+
+def write_chains(key: str, shown: Chains) -> None:
+    """Writes what chains have shown, beside what other processes have written."""
+    known = read_chains(key)
+    equal, *named = shown[0] | known[0], known[1] | shown[1], known[2] | shown[2]
+    files.write("chains", key, json.dumps([sorted(equal - named[1].keys()), *named], indent=1))
 
 
 def _digest(text: str) -> str:

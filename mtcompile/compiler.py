@@ -124,7 +124,7 @@ class PlannedStep(NamedTuple):
 
 def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlacement) -> CompiledStep:
     """Plans, builds and proves one captured step. Raises CaptureError, and BudgetError if no plan fits."""
-    probing = torch_private.probe_inductor() if target.options.fuses else None
+    probing = torch_private.probe_inductor() if target.options.compiles else None
     with progress.doing("tracing forward and backward"):
         joint = joint_of(captured, target)
     while True:
@@ -153,12 +153,12 @@ def built_step(best: PlannedStep, tangents: Tangents, target: Target, placement:
 
 
 def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
-    """Returns the normalized joint graph of one micro-batch. It is cached between runs only with Inductor kernels: the key
+    """Returns the normalized joint graph of one micro-batch. It is cached between runs only if Inductor compiles: the key
     needs parts of Inductor, which are then loaded anyway."""
     description = captured.description
     if captured.micro is not None:
         description = replace(description, inputs=description.inputs[: captured.micro.inputs])
-    key = joint_key(description, captured.tangents) if target.options.fuses and knobs.cache() else None
+    key = joint_key(description, captured.tangents) if target.options.compiles and knobs.cache() else None
     joint = cache.read_joint(key)
     if joint is None:
         try:

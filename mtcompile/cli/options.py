@@ -13,7 +13,7 @@ import typer
 
 Precision = Literal["model", "fp32", "bf16-master32", "bf16"]
 Update = Literal["step", "backward"]
-Kernels = Literal["eager", "inductor"]
+Kernels = Literal["eager", "exact", "inductor"]
 TooLong = Literal["stop", "cut", "drop"]
 Fragments = Literal["auto", "exact", "split"]
 Effort = Literal["quick", "normal", "thorough"]
@@ -116,7 +116,7 @@ class ComparisonOptions(TrainingOptions):
     batch: Batch = 2
     seq: Seq = 128
     max_grad_norm: Annotated[float | None, typer.Option(help="clip the gradients of both models to this norm")] = None
-    kernels: Annotated[Kernels, typer.Option(help="inductor: compiled kernels, equal within rounding")] = "eager"
+    kernels: Annotated[Kernels, typer.Option(help="exact: fused, equal bits; inductor: equal within rounding")] = "eager"
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class Session:
     ) -> None:
         self.device, self.options, self.door, self.parameters = device, options, door, parameters
         self.frames, self.title = frames, title
-        self.toolchain = toolchain_for(device.where, options.fuses)
+        self.toolchain = toolchain_for(device.where, options.kernels)
         self.machine = speeds(device, options)
         self.calibrator = Calibrator(device, options)
         self.listeners: list[StepListener] = []
@@ -90,10 +90,14 @@ class Session:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the last program. Its numerics promise fewer equal bits after a backward with create_graph=True."""
-        if self.last is None or not self.differentiated:
-            return None if self.last is None else self.last.plan
-        return replace(self.last.plan, numerics=self.numerics_now(self.last.plan.numerics))
+        """The plan of the last program. Its numerics promise fewer equal bits after a backward with create_graph=True; its
+        notes name the operations that exact kernels leave eager, as far as they have shown now."""
+        if self.last is None:
+            return None
+        plan, notes = self.last.plan, self.toolchain.notes()
+        if not self.differentiated and not notes:
+            return plan
+        return replace(plan, numerics=self.numerics_now(plan.numerics), notes=(*plan.notes, *notes))
 
     def numerics_now(self, contract: str) -> str:
         """Returns a contract as it holds now: a backward with create_graph=True has weakened it."""
@@ -119,7 +123,7 @@ class Session:
         self.runner.release()
         self.arenas.release()
         self.parameters.release()
-        self.toolchain = toolchain_for(self.device.where, self.options.fuses)
+        self.toolchain = toolchain_for(self.device.where, self.options.kernels)
         self.last = self.last_trace = self.last_step = self.last_ran = None
         self.calibrator.phases.clear()
         self.listeners.clear()

@@ -33,26 +33,26 @@ _START = (
 )
 
 
-def record_compiled(kernel: fx.GraphModule) -> None:
-    """Records, beside Inductor's disk cache, that the cache has held this kernel."""
-    record = _record_of(kernel)
+def record_compiled(kernel: fx.GraphModule, strict: bool = False) -> None:
+    """Records, beside Inductor's disk cache, that the cache has held this kernel. ``strict``: as ``torch_private.inductor``."""
+    record = _record_of(kernel, strict)
     with contextlib.suppress(OSError):  # without the record, the next run only takes longer
         record.parent.mkdir(parents=True, exist_ok=True)
         record.touch()
 
 
-def _record_of(kernel: fx.GraphModule) -> Path:
+def _record_of(kernel: fx.GraphModule, strict: bool) -> Path:
     """Returns the path of that record, named by the kernel's body and shapes, the thread count and torch's version."""
-    text = f"{torch.__version__} {torch.get_num_threads()} {kernel.meta['key']}"
+    text = f"{torch.__version__} {torch.get_num_threads()} {'strict ' * strict}{kernel.meta['key']}"
     return Path(torch_private.inductor_cache(), "mtcompile", hashlib.sha256(text.encode()).hexdigest())
 
 
-def compile_ahead(kernels: Sequence[fx.GraphModule]) -> Iterator[None]:
+def compile_ahead(kernels: Sequence[fx.GraphModule], strict: bool = False) -> Iterator[None]:
     """Compiles the kernels that the disk cache lacks, one per core at a time, at most eight. Yields as each one is done.
 
     If a worker fails, the caller compiles its kernels, meets the same error and reports it.
     """
-    new = [kernel for kernel in kernels if not _record_of(kernel).exists()]
+    new = [kernel for kernel in kernels if not _record_of(kernel, strict).exists()]
     if len(new) < _FEWEST or usable_cpus() < _FEWEST_CORES:
         return
     count = min(len(new), usable_cpus(), _MOST_WORKERS)
@@ -61,7 +61,7 @@ def compile_ahead(kernels: Sequence[fx.GraphModule]) -> Iterator[None]:
         with contextlib.suppress(GraphFormatError):  # an operator of the user's own, which a worker does not know
             waiting.put(graph_to_json(kernel))
     progress: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    threads = [threading.Thread(target=_feed, args=(waiting, progress), daemon=True) for _ in range(count)]
+    threads = [threading.Thread(target=_feed, args=(waiting, progress, strict), daemon=True) for _ in range(count)]
     for thread in threads:
         thread.start()
     finished = 0
@@ -76,18 +76,19 @@ def _package_folders() -> list[str]:
     return [str(Path(module.__file__).resolve().parents[1]) for module in (sys.modules["mtcompile"], torch) if module.__file__]
 
 
-def worker() -> subprocess.Popen[str]:
+def worker(strict: bool = False) -> subprocess.Popen[str]:
     """Starts a worker process."""
-    command = [sys.executable, "-I", "-c", _START, json.dumps(_package_folders()), str(torch.get_num_threads())]
+    numerics = ["strict"] if strict else []
+    command = [sys.executable, "-I", "-c", _START, json.dumps(_package_folders()), str(torch.get_num_threads()), *numerics]
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": torch_private.inductor_cache(), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True, env=env)
 
 
-def _feed(waiting: queue.SimpleQueue[str], progress: queue.SimpleQueue[bool]) -> None:
+def _feed(waiting: queue.SimpleQueue[str], progress: queue.SimpleQueue[bool], strict: bool) -> None:
     """Feeds one worker from this process. Reports True for each kernel that is done, and False at the end."""
     try:
-        with worker() as started:
+        with worker(strict) as started:
             assert started.stdin is not None and started.stdout is not None
             while not waiting.empty():
                 try:

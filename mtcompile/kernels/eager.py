@@ -29,12 +29,16 @@ from mtcompile.runtime.devices.arena import own_storage
 @dataclass(frozen=True, slots=True)
 class Built:
     """A kernel that can be called. ``workspace``: the bytes it needs beside its operands and results. ``why_eager``: why
-    Inductor did not compile it although it was asked to. ``note``: how it was measured, if not in one piece."""
+    Inductor did not compile it although it was asked to. ``note``: how it was measured, if not in one piece.
+    ``elementwise_nbytes``: what its elementwise operations move one by one, where chains were looked for; ``in_chains_nbytes``:
+    those of them that chains do."""
 
     call: Call
     workspace: int
     why_eager: str = ""
     note: str = ""
+    elementwise_nbytes: int = 0
+    in_chains_nbytes: int = 0
 
 
 class EagerKernels:
@@ -108,8 +112,13 @@ def in_own_storages(kernel: fx.GraphModule, call: Call) -> Call:
 
 
 def _eager_kernel(kernel: fx.GraphModule, device: torch.device) -> Built:
-    zeros = in_own_storages(kernel, on_zeros(kernel, device))
-    call = in_own_storages(kernel, forward_of(kernel))
+    return measured_kernel(kernel, kernel, device)
+
+
+def measured_kernel(kernel: fx.GraphModule, body: fx.GraphModule, device: torch.device) -> Built:
+    """Returns a kernel that runs ``body``, which computes what its own body does, measured."""
+    zeros = in_own_storages(kernel, on_zeros(body, device))
+    call = in_own_storages(kernel, forward_of(body))
     measured = measure(kernel, zeros, device)
     if not measured.foreign:
         return Built(call, measured.workspace, note=measured.note)

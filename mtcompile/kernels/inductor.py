@@ -51,14 +51,14 @@ class InductorKernels:
         return {str(kernel.meta["name"]): self.known[kernel.meta["key"], threads] for kernel in kernels}
 
 
-def compile_kernel(kernel: fx.GraphModule, device: torch.device) -> Call:
-    """Compiles a kernel by Inductor, or loads it from Inductor's disk cache."""
+def compile_kernel(kernel: fx.GraphModule, device: torch.device, strict: bool = False) -> Call:
+    """Compiles a kernel by Inductor, or loads it from Inductor's disk cache. ``strict``: as ``torch_private.inductor``."""
     random = any(is_random(n) or n.target in (save_rng, replay) for n in kernel.graph.nodes)
     if random:
         examples = [generator_state(str(device)), *example_inputs(kernel, device)]
-        compiled = torch_private.inductor(with_explicit_state(kernel, str(device)), examples)
+        compiled = torch_private.inductor(with_explicit_state(kernel, str(device)), examples, strict)
         return with_generator(compiled, str(device))
-    return torch_private.inductor(kernel, example_inputs(kernel, device))
+    return torch_private.inductor(kernel, example_inputs(kernel, device), strict)
 
 
 def _inductor_kernel(kernel: fx.GraphModule, eager: EagerKernels, device: torch.device) -> Built:
@@ -82,13 +82,13 @@ def _inductor_kernel(kernel: fx.GraphModule, eager: EagerKernels, device: torch.
 
 
 def _difference_of_run(kernel: fx.GraphModule, call: Call, device: torch.device) -> str:
-    """Runs a kernel on inputs that are gone when this returns: two sets of operands may have no room. See ``_difference``."""
+    """As ``difference_in_memory``, on inputs that are gone when this returns: two sets of operands may have no room."""
     inputs = example_inputs(kernel, device)
     with rng_preserved(str(device)), torch.no_grad():
-        return _difference(kernel, inputs, call(*inputs))
+        return difference_in_memory(kernel, inputs, call(*inputs))
 
 
-def _difference(kernel: fx.GraphModule, inputs: list[torch.Tensor], results: Any) -> str:
+def difference_in_memory(kernel: fx.GraphModule, inputs: list[torch.Tensor], results: Any) -> str:
     """Says why results cannot replace the eager ones: another layout, more bytes, or shared memory; "" if they can."""
     shared = shared_positions(inputs, results)
     for position, (node, tensor) in enumerate(zip(body_outputs(kernel), results, strict=True)):

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from mtcompile import knobs, progress
+from mtcompile.kernels.chains.build import ExactKernels
 from mtcompile.kernels.cuda_graphs import Graphs, graphed
 from mtcompile.kernels.eager import Built, EagerKernels
 from mtcompile.kernels.inductor import InductorKernels
@@ -39,14 +40,17 @@ class BuiltStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """Builds kernels on one device. ``fuses``: whether Inductor compiles those it can. ``graphs``: makes CUDA graphs of those
-    that gain by it; None: of none."""
+    """Builds kernels on one device. ``compiling``: compiles those it can, or parts of them; None: they are eager. ``graphs``:
+    makes CUDA graphs of those that gain by it; None: of none."""
 
     where: torch.device
-    fuses: bool
     eager: EagerKernels
-    inductor: InductorKernels
+    compiling: InductorKernels | ExactKernels | None
     graphs: Graphs | None
+
+    def notes(self) -> tuple[str, ...]:
+        """Says what kernels have shown that the plans which call them do not."""
+        return self.compiling.notes() if isinstance(self.compiling, ExactKernels) else ()
 
     def has_room(self, planned: Planned, machine: Machine) -> bool:
         """Tells whether a plan still fits with the workspace that its kernels are measured to need. If it does not, plans go by
@@ -70,19 +74,26 @@ class Toolchain:
         bodies = _bodies(planned)
         planned = self._measured(planned, machine, bodies)
         built = {name: self.eager(body) for name, body in bodies.items()}
-        if self.fuses:
-            planned, built = self._compiled(planned, machine, bodies, built)
+        if self.compiling is not None:
+            planned, built = self._compiled(planned, machine, bodies, built, self.compiling)
         if notes := Counter(kernel.note for kernel in built.values() if kernel.note):
             told = (f"{count} kernel(s) had no room to be measured whole: measured {note}" for note, count in notes.items())
-            planned = replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *told)))
+            planned = _with_notes(planned, *told)
+        if isinstance(self.compiling, ExactKernels):
+            planned = _with_notes(planned, *told_fused(planned, built))
         step = BuiltStep(planned, {n: k.call for n, k in built.items()}, {n: k.workspace for n, k in built.items()})
         return step if self.graphs is None else self._graphed(self.graphs, step, machine, bodies)
 
     def _compiled(
-        self, planned: Planned, machine: Machine, bodies: Bodies, eager: Mapping[str, Built]
+        self,
+        planned: Planned,
+        machine: Machine,
+        bodies: Bodies,
+        eager: Mapping[str, Built],
+        compiling: InductorKernels | ExactKernels,
     ) -> tuple[Planned, dict[str, Built]]:
         """Compiles by Inductor. If the plan then no longer fits, kernels that need more workspace than eager stay eager."""
-        compiled = self.inductor.build(bodies.values(), self.eager)
+        compiled = compiling.build(bodies.values(), self.eager)
         lowered = relowered(planned, machine, lambda body: compiled[body.meta["name"]].workspace)
         limit = planned.schedule.budget_nbytes.get("device")
         if limit is None or lowered.schedule.peak_nbytes["device"] <= limit:
@@ -113,6 +124,21 @@ def _bodies(planned: Planned) -> dict[str, fx.GraphModule]:
     return bodies
 
 
-def toolchain_for(where: torch.device, fuses: bool) -> Toolchain:
+def _with_notes(planned: Planned, *notes: str) -> Planned:
+    return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *notes)))
+
+
+def told_fused(planned: Planned, built: Mapping[str, Built]) -> list[str]:
+    """Says how much of a step's elementwise work its exact kernels fuse."""
+    runs = [built[i.kernel] for i in planned.schedule.instructions if i.op == "run" and i.kernel in built]
+    nbytes, in_chains = sum(kernel.elementwise_nbytes for kernel in runs), sum(kernel.in_chains_nbytes for kernel in runs)
+    if not in_chains:
+        return ["exact kernels: no elementwise operations that are worth fusing"]
+    return [f"exact kernels: fused are {in_chains / nbytes:.0%} of the bytes that elementwise operations move"]
+
+
+def toolchain_for(where: torch.device, kernels: str) -> Toolchain:
+    """Returns what builds ``kernels``, as ``Options.kernels`` names them, on one device."""
     graphs = Graphs(where) if where.type == "cuda" and knobs.cuda_graphs() else None
-    return Toolchain(where, fuses, EagerKernels(where), InductorKernels(where), graphs)
+    compiling = {"inductor": InductorKernels, "exact": ExactKernels}.get(kernels)
+    return Toolchain(where, EagerKernels(where), None if compiling is None else compiling(where), graphs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from mtcompile.capture.refusals import first_line
 from mtcompile.machine.limits import Limit, limits
 from mtcompile.machine.measure import measure, name_of
 from mtcompile.machine.presets import remember, scratch_folder, to_json
+from mtcompile.machine.system_files import driver_version
 from mtcompile.machine.timing import FULL, QUICK, Measurement
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.reading import installed_version
@@ -125,28 +125,18 @@ def versions(root: Path = Path("/")) -> dict[str, str]:
     return software
 
 
-def driver_version(root: Path) -> str:
-    """Returns the version of the loaded NVIDIA driver; empty without one."""
-    try:
-        text = (root / "proc/driver/nvidia/version").read_text()
-    except OSError:
-        return ""
-    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", text)
-    return match.group(1) if match else ""
-
-
 def parts(device: Device) -> tuple[Part, ...]:
     accelerator = "" if device.where.type == "cpu" else f"{name_of(device.where)} ({device.where})"
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "")
     return (
         Part("accelerator", accelerator, "real device memory; without one it is emulated in the host's"),
-        Part("triton", installed_version("triton"), 'kernels="inductor" on a GPU: pip install "mtcompile[triton]"'),
+        Part("triton", installed_version("triton"), 'kernels="exact" or "inductor" on a GPU: pip install "mtcompile[triton]"'),
         Part(
             "C update kernels",
             which() if library() else "",
             "fast optimizer updates on the host: install gcc, then mtcompile again",
         ),
-        Part("C++ compiler", compiler, 'kernels="inductor" on the CPU: install g++'),
+        Part("C++ compiler", compiler, 'kernels="exact" or "inductor" on the CPU: install g++'),
         Part("transformers", installed_version("transformers"), "mtcompile plan config.json: pip install transformers"),
     )
 

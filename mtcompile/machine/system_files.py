@@ -90,3 +90,13 @@ def group_cpus(root: Path) -> float | None:
         if len(numbers) == 2 and all(n.isdigit() and int(n) for n in numbers):  # "max", or -1, is no quota
             quotas.append(int(numbers[0]) / int(numbers[1]))
     return min(quotas, default=None)
+
+
+def driver_version(root: Path) -> str:
+    """Returns the version of the loaded NVIDIA driver; empty without one."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", text)
+    return match.group(1) if match else ""

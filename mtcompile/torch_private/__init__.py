@@ -77,6 +77,7 @@ from mtcompile.torch_private.kernels import (
     inductor,
     inductor_cache,
     kernel_choices,
+    numerics_identity,
     probe_inductor,
     profiler_runs,
 )
@@ -191,6 +192,7 @@ __all__ = [
     "never_captured",
     "noting_arguments_of_checkpoints",
     "noting_values",
+    "numerics_identity",
     "on_device",
     "one_at_a_time",
     "plainly",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,15 +16,64 @@ from torch import fx
 from mtcompile.torch_private.thread_setting import process_lock
 
 
-def inductor(body: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Sequence[torch.Tensor]]:
+def inductor(
+    body: fx.GraphModule, inputs: Sequence[torch.Tensor], strict: bool = False
+) -> Callable[..., Sequence[torch.Tensor]]:
     """Compile ``body`` (ATen operations, functional) for tensors like ``inputs``. Inductor caches it on disk
-    (TORCHINDUCTOR_CACHE_DIR), keyed by graph, shapes, torch version and device."""
+    (TORCHINDUCTOR_CACHE_DIR), keyed by graph, shapes, torch version and device. ``strict``: so that elementwise operations
+    round as eager's do."""
     from torch._inductor import standalone_compile
 
     copied = fx.Graph()  # Inductor's passes change the graph they are given
     copied.output(copied.graph_copy(body.graph, {}))
     with torch.no_grad():
-        return standalone_compile(fx.GraphModule(body, copied), list(inputs), dynamic_shapes="from_example_inputs")
+        graph, options = fx.GraphModule(body, copied), {"config_patches": strict_numerics()} if strict else None
+        return standalone_compile(graph, list(inputs), dynamic_shapes="from_example_inputs", options=options)
+
+
+@functools.cache
+def strict_numerics() -> dict[str, Any]:
+    """The settings of Inductor, of those that this torch has, under which elementwise operations round as eager's do: each
+    result to its dtype, quotients to the nearest, no multiplication and addition in one, denormals kept."""
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    wanted = {
+        "numerics": "strict",  # torch 2.14; the others say the same before
+        "emulate_precision_casts": True,
+        "eager_numerics.division_rounding": True,
+        "eager_numerics.disable_ftz": True,
+        "eager_numerics.use_pytorch_libdevice": True,
+        "cpp.enable_floating_point_contract_flag": "off",
+        "cpp.enable_unsafe_math_opt_flag": False,
+    }
+    return {name: value for name, value in wanted.items() if name in known}
+
+
+def numerics_identity(device: torch.device) -> str:
+    """Says on what the bits of a compiled elementwise operation may depend beside its code: torch, the processor, and what
+    compiles for it."""
+    from torch._inductor import cpp_builder
+
+    told = [torch.__version__, str(strict_numerics())]
+    if device.type == "cpu":
+        told.append(torch.backends.cpu.get_cpu_capability())
+        with contextlib.suppress(RuntimeError):  # there is none
+            told.append(_version_of(cpp_builder.get_cpp_compiler()))
+        return " ".join(told)
+    properties = torch.get_device_module(device).get_device_properties(device)
+    with contextlib.suppress(ImportError):
+        import triton
+
+        told.append(f"triton {triton.__version__}")
+    return " ".join([*told, str(properties.name), str(torch.version.cuda or torch.version.hip)])
+
+
+@functools.cache
+def _version_of(compiler: str) -> str:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30).stdout.partition("\n")[0]
+    return ""
 
 
 def probe_inductor() -> threading.Thread:
