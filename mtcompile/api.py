@@ -257,7 +257,7 @@ def compile(
     host: Size = None,
     disk: str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    kernels: str = "eager",
+    kernels: str = "auto",
     loss_chunks: int | str = 1,
     device: str | torch.device | None = None,
     policy: str = FASTEST,
@@ -288,8 +288,9 @@ def compile(
                has no room for: frozen weights, activations, and with ``update="backward"`` weights that train, with their state
     optimizer  the optimizer that steps the model; its state is planned for. Or call ``model.bind(optimizer)`` later
     kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"exact"``: elementwise operations fused by Inductor
-               where that is shown to give the same bits; ``"inductor"``: all compiled by Inductor, within rounding of plain
-               PyTorch; budgets at which the same parts are recomputed give the same bits
+               where that is shown to give the same bits; ``"auto"``: exact on a GPU, eager elsewhere; ``"inductor"``: all
+               compiled by Inductor, within rounding of plain PyTorch; budgets at which the same parts are recomputed give the
+               same bits
     loss_chunks  computes a linear layer and its mean cross-entropy in that many chunks of tokens, so that whole-batch logits
                never exist unless the model returns them; sums over tokens change. ``"auto"``: whatever is fastest.
                CaptureError where there is no such head

@@ -112,8 +112,8 @@ def mtcompile_backend(graph: fx.GraphModule, inputs: list[Any], *, options: Any 
                        there beside their inputs: saved activations, temporaries, outputs, and gradients until they are
                        returned; default: no limit
     offload            whether activations may wait in host memory (default True)
-    kernels            ``"eager"`` (default): the kernels of plain PyTorch, bit for bit; ``"exact"``: fused where that is
-                       shown to give the same bits; ``"inductor"``: compiled ones
+    kernels            ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"exact"``: fused where that is shown to give
+                       the same bits; ``"auto"`` (default): exact on a GPU, eager elsewhere; ``"inductor"``: compiled ones
     loss_chunks, tiles  as in ``mtcompile.compile``
 
     Raises ValueError and TypeError for options that it cannot honour. The first call of a graph raises BudgetError if no

@@ -124,7 +124,7 @@ class PlannedStep(NamedTuple):
 
 def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlacement) -> CompiledStep:
     """Plans, builds and proves one captured step. Raises CaptureError, and BudgetError if no plan fits."""
-    probing = torch_private.probe_inductor() if target.options.compiles else None
+    probing = torch_private.probe_inductor() if target.toolchain.compiling else None
     with progress.doing("tracing forward and backward"):
         joint = joint_of(captured, target)
     while True:
@@ -158,7 +158,7 @@ def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
     description = captured.description
     if captured.micro is not None:
         description = replace(description, inputs=description.inputs[: captured.micro.inputs])
-    key = joint_key(description, captured.tangents) if target.options.compiles and knobs.cache() else None
+    key = joint_key(description, captured.tangents) if target.toolchain.compiling and knobs.cache() else None
     joint = cache.read_joint(key)
     if joint is None:
         try:

@@ -15,7 +15,7 @@ from mtcompile.passes.cuts.form import Allowed, Form
 from mtcompile.passes.planning.policies import KEEP_STATE, POLICIES
 from mtcompile.passes.planning.search import EFFORTS
 
-KERNELS = ("eager", "exact", "inductor")
+KERNELS = ("auto", "eager", "exact", "inductor")
 FETCHED = ("auto", "used", "all")  # which experts, and which rows of embeddings
 FRAGMENTS = ("auto", "exact", "split")  # which weights may be cut: where no sum is split, if nothing fits else or always; any
 FASTEST = "fastest"  # the policy that searches
@@ -54,7 +54,7 @@ class Options:
 
     memory: int | None = None
     host: int | None = None
-    kernels: str = "eager"
+    kernels: str = "auto"
     loss_chunks: int | str = 1
     policy: str = FASTEST
     precision: Precision = PRECISIONS["model"]
@@ -92,8 +92,8 @@ class Options:
             raise TypeError(f"expected elastic to be True or False, found {self.elastic!r}")
         if self.elastic and (self.policy != FASTEST or self.fuses):
             raise ValueError(
-                f"elastic=True changes plans while a model trains; expected policy={FASTEST!r}, and kernels='eager' or "
-                f"'exact', whose bits no plan changes, found policy={self.policy!r} and kernels={self.kernels!r}"
+                f"elastic=True changes plans while a model trains; expected policy={FASTEST!r}, and kernels='auto', "
+                f"'eager' or 'exact', whose bits no plan changes, found policy={self.policy!r} and kernels={self.kernels!r}"
             )
         check_fragments(self.fragments, self.updates)
         check_effort(self.effort)
@@ -146,11 +146,6 @@ class Options:
     def fuses(self) -> bool:
         """True if kernels fuse operations whose results then round otherwise."""
         return self.kernels == "inductor"
-
-    @property
-    def compiles(self) -> bool:
-        """True if Inductor compiles kernels, or parts of them."""
-        return self.kernels != "eager"
 
 
 def check_effort(effort: str) -> None:

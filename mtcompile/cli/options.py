@@ -13,7 +13,7 @@ import typer
 
 Precision = Literal["model", "fp32", "bf16-master32", "bf16"]
 Update = Literal["step", "backward"]
-Kernels = Literal["eager", "exact", "inductor"]
+Kernels = Literal["auto", "eager", "exact", "inductor"]
 TooLong = Literal["stop", "cut", "drop"]
 Fragments = Literal["auto", "exact", "split"]
 Effort = Literal["quick", "normal", "thorough"]
@@ -102,6 +102,9 @@ class TrainingOptions:
     precision: PrecisionOption = "model"
     update: UpdateOption = "step"
     accumulate: Accumulate = 1
+    kernels: Annotated[
+        Kernels, typer.Option(help="exact: fused, with the bits of eager; auto: exact on a GPU; inductor: within rounding")
+    ] = "auto"
     device: Device = None
 
 
@@ -116,7 +119,6 @@ class ComparisonOptions(TrainingOptions):
     batch: Batch = 2
     seq: Seq = 128
     max_grad_norm: Annotated[float | None, typer.Option(help="clip the gradients of both models to this norm")] = None
-    kernels: Annotated[Kernels, typer.Option(help="exact: fused, equal bits; inductor: equal within rounding")] = "eager"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.memory.shortage import with_retry
 from mtcompile.execution.runner import PhaseRun, Runner, without_autocast
 from mtcompile.execution.unchanged import check_unchanged, check_versions
-from mtcompile.kernels.toolchain import toolchain_for
+from mtcompile.kernels.toolchain import chosen_kernels, toolchain_for
 from mtcompile.options import Options
 from mtcompile.passes.generators import rng_preserved, set_generator_state
 from mtcompile.passes.joint.exceptions import BIT_EQUAL, DIFFERENTIATED
@@ -67,6 +67,7 @@ class Session:
     def __init__(
         self, device: Device, options: Options, door: Door, parameters: ParameterStore, frames: LiveFrames, title: str = ""
     ) -> None:
+        options = replace(options, kernels=chosen_kernels(options.kernels, device.where))
         self.device, self.options, self.door, self.parameters = device, options, door, parameters
         self.frames, self.title = frames, title
         self.toolchain = toolchain_for(device.where, options.kernels)

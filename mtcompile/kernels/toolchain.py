@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -135,6 +136,14 @@ def told_fused(planned: Planned, built: Mapping[str, Built]) -> list[str]:
     if not in_chains:
         return ["exact kernels: no elementwise operations that are worth fusing"]
     return [f"exact kernels: fused are {in_chains / nbytes:.0%} of the bytes that elementwise operations move"]
+
+
+def chosen_kernels(kernels: str, where: torch.device) -> str:
+    """Returns the kernels that ``Options.kernels`` means on a device. ``"auto"`` is exact on a GPU for which Inductor can
+    compile; eager elsewhere, also on the emulated device, where compiling costs more than it spares."""
+    if kernels != "auto":
+        return kernels
+    return "exact" if where.type == "cuda" and importlib.util.find_spec("triton") else "eager"
 
 
 def toolchain_for(where: torch.device, kernels: str) -> Toolchain:

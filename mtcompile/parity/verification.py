@@ -99,7 +99,7 @@ def verify(
     update: str = "step",
     max_grad_norm: float | None = None,
     accumulate: int = 1,
-    kernels: str = "eager",
+    kernels: str = "auto",
     device: str | torch.device | None = None,
     seed: int = 0,
     progress: Progress = no_progress,

@@ -43,7 +43,7 @@ class TrainingSetup:
     update: str = "step"
     max_grad_norm: float | None = None
     accumulate: int = 1
-    kernels: str = "eager"
+    kernels: str = "auto"
     seed: int = 0
     lr: float = 1e-3
 

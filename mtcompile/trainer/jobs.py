@@ -123,10 +123,9 @@ def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
 def _options(recipe: Recipe) -> dict[str, Any]:
     """Returns the options of ``compile``."""
     backward = recipe.update == "backward"
+    same = ("memory", "host", "disk", "precision", "accumulate", "update", "run_ahead", "kernels")
     return {
-        **{
-            name: getattr(recipe, name) for name in ("memory", "host", "disk", "precision", "accumulate", "update", "run_ahead")
-        },
+        **{name: getattr(recipe, name) for name in same},
         "device": choose(device_of_rank(recipe.device)).where,
         "max_grad_norm": recipe.clip or None if backward else None,
     }

@@ -43,6 +43,7 @@ class Recipe:
     precision: str = "model"
     update: str = "step"
     run_ahead: bool = False
+    kernels: str = "auto"
     memory: str | None = None
     host: str | None = None
     disk: str | None = None

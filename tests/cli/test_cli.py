@@ -125,7 +125,7 @@ def test_fields_of_a_dataclass_become_options() -> None:
     own.command()(flattened(command))
     arguments = ["gpt-11m", "--precision", "bf16", "--max-grad-norm", "1.5", "--loud"]
     assert CliRunner().invoke(own, arguments).exit_code == 0
-    defaults = {"memory": None, "batch": 2, "seq": 128, "update": "step", "accumulate": 1, "device": None, "kernels": "eager"}
+    defaults = {"memory": None, "batch": 2, "seq": 128, "update": "step", "accumulate": 1, "device": None, "kernels": "auto"}
     assert calls == [("gpt-11m", {**defaults, "precision": "bf16", "max_grad_norm": 1.5}, True)]
     assert CliRunner().invoke(own, ["gpt-11m", "--batch", "0"]).exit_code == 2
 
