@@ -113,7 +113,7 @@ def mtcompile_backend(graph: fx.GraphModule, inputs: list[Any], *, options: Any 
                        returned; default: no limit
     offload            whether activations may wait in host memory (default True)
     kernels            ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"exact"``: fused where that is shown to give
-                       the same bits; ``"auto"`` (default): exact on a GPU, eager elsewhere; ``"inductor"``: compiled ones
+                       the same bits; ``"auto"`` (default): eager until that is measured on a GPU; ``"inductor"``: compiled ones
     loss_chunks, tiles  as in ``mtcompile.compile``
 
     Raises ValueError and TypeError for options that it cannot honour. The first call of a graph raises BudgetError if no

@@ -103,7 +103,7 @@ class TrainingOptions:
     update: UpdateOption = "step"
     accumulate: Accumulate = 1
     kernels: Annotated[
-        Kernels, typer.Option(help="exact: fused, with the bits of eager; auto: exact on a GPU; inductor: within rounding")
+        Kernels, typer.Option(help="exact: fused, with the bits of eager; auto: eager; inductor: within rounding")
     ] = "auto"
     device: Device = None
 

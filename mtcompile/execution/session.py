@@ -67,7 +67,7 @@ class Session:
     def __init__(
         self, device: Device, options: Options, door: Door, parameters: ParameterStore, frames: LiveFrames, title: str = ""
     ) -> None:
-        options = replace(options, kernels=chosen_kernels(options.kernels, device.where))
+        options = replace(options, kernels=chosen_kernels(options.kernels))
         self.device, self.options, self.door, self.parameters = device, options, door, parameters
         self.frames, self.title = frames, title
         self.toolchain = toolchain_for(device.where, options.kernels)

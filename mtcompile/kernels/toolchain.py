@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -138,12 +137,10 @@ def told_fused(planned: Planned, built: Mapping[str, Built]) -> list[str]:
     return [f"exact kernels: fused are {in_chains / nbytes:.0%} of the bytes that elementwise operations move"]
 
 
-def chosen_kernels(kernels: str, where: torch.device) -> str:
-    """Returns the kernels that ``Options.kernels`` means on a device. ``"auto"`` is exact on a GPU for which Inductor can
-    compile; eager elsewhere, also on the emulated device, where compiling costs more than it spares."""
-    if kernels != "auto":
-        return kernels
-    return "exact" if where.type == "cuda" and importlib.util.find_spec("triton") else "eager"
+def chosen_kernels(kernels: str) -> str:
+    """Returns the kernels that ``Options.kernels`` means. ``"auto"`` is eager: on the emulated device compiling costs more than
+    it spares, and on a GPU exact kernels are not yet measured."""
+    return "eager" if kernels == "auto" else kernels
 
 
 def toolchain_for(where: torch.device, kernels: str) -> Toolchain:
