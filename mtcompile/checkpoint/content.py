@@ -19,6 +19,7 @@ from mtcompile.api import plain_class
 from mtcompile.checkpoint.encoding import Storable, encoded, storable
 from mtcompile.checkpoint.files import MANIFEST, may_be_added
 from mtcompile.checkpoint.generators import generator_states
+from mtcompile.checkpoint.provenance import provenance
 from mtcompile.checkpoint.shards import INDEX
 from mtcompile.errors import CheckpointError
 from mtcompile.torch_private import UsedGradient
@@ -140,6 +141,7 @@ def content_of(
         "names": None if optimizer is None else optimized_names(model, optimizer),
         "gradients": dict(_gradients(model)) if gradients else {},
         "generators": now.generators,
+        "provenance": provenance(model),
     }
     state = {name: encoded(part, tensors, name) for name, part in parts.items()} | {"others": now.others, "extra": now.extra}
     numbered = {str(number): tensor for number, tensor in enumerate(tensors)}

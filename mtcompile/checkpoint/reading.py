@@ -9,7 +9,7 @@ import os
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,13 @@ _LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The result of ``load``. ``path``: the checkpoint's folder. ``step`` and ``extra``: as ``save`` was given them."""
+    """The result of ``load``. ``path``: the checkpoint's folder. ``step`` and ``extra``: as ``save`` was given them.
+    ``provenance``: where the weights came from."""
 
     path: Path
     step: int
     extra: dict[str, Any]
+    provenance: dict[str, Any] = field(default_factory=dict)
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -61,7 +63,7 @@ def inspect(folder: str | os.PathLike[str]) -> Loaded:
     """Returns what ``load`` would return, and loads nothing. Raises CheckpointError."""
     path, manifest = _opened(Path(folder))
     state, _ = _state(path, manifest)
-    return Loaded(path, manifest.step, copy.deepcopy(state["extra"]))
+    return Loaded(path, manifest.step, copy.deepcopy(state["extra"]), state.get("provenance") or {})
 
 
 def saved_generators(path: Path) -> dict[str, Any]:
@@ -112,7 +114,7 @@ def load(
         )
     if generators and (own := _generators_of_rank(path, manifest, model, state["generators"])) is not None:
         set_generator_states(own)
-    return Loaded(path, manifest.step, dict(state["extra"]))
+    return Loaded(path, manifest.step, dict(state["extra"]), state.get("provenance") or {})
 
 
 def _generators_of_rank(path: Path, manifest: Manifest, model: nn.Module, of_first: dict[str, Any]) -> dict[str, Any] | None:
@@ -227,8 +229,8 @@ def _state(
         _check_versions(getattr(weights, "_metadata", {}))
         weights.update(_tensors(path, manifest, "model"))
         weights.update({name: weights[other] for name, other in manifest.tied.items()})
-        if not all(isinstance(state.get(name, {}), dict) for name in ("others", "extra", "gradients")):
-            raise ValueError("expected others, extra and gradients to be dictionaries")
+        if not all(isinstance(state.get(name, {}), dict) for name in ("others", "extra", "gradients", "provenance")):
+            raise ValueError("expected others, extra, gradients and provenance to be dictionaries")
         check_generator_states(state["generators"])
     except Exception as error:  # the library that reads tensors has errors of its own
         raise CheckpointError(f"{path} cannot be used: {first_line(error)}") from error

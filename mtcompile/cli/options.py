@@ -133,6 +133,13 @@ class RecipeOptions(TrainingOptions):
         ),
     ] = None
     vocab: Annotated[int | None, typer.Option(min=1, help="size of the vocabulary of .bin and .npy files")] = None
+    allow_new: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="for a folder of weights: a tensor or module, such as lm_head, that may be missing there and is then "
+            "initialized; may be repeated. Others that are missing, or have no place in the model, stop the command"
+        ),
+    ] = None
     chat_template: Annotated[
         Path | None, typer.Option(help="a Jinja file to use instead of the chat template of the folder of weights")
     ] = None

@@ -63,7 +63,9 @@ def train(
     from mtcompile.trainer.recipe import Recipe
     from mtcompile.trainer.trainer import run
 
-    recipe = Recipe(model, **{**values(options), "data": tuple(options.data or ())})
+    recipe = Recipe(
+        model, **{**values(options), "data": tuple(options.data or ()), "allow_new": tuple(options.allow_new or ())}
+    )
     job = prepared(recipe)  # before the first step there is nothing to save: Ctrl-C ends it at once
     with _stopping() as stop, _reporting(job, as_json) as report:
         summary = run(job, report, stop)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from mtcompile import knobs
 from mtcompile.api import compile
 from mtcompile.capture.refusals import first_line
+from mtcompile.checkpoint.provenance import note_origin
 from mtcompile.checkpoint.shards import StoredTensor, stored_tensors
 from mtcompile.errors import BudgetError, CheckpointError
 from mtcompile.machine.system_files import memory_rooms, smallest_room
@@ -29,7 +31,7 @@ from mtcompile.runtime.disk.file import free_nbytes
 from mtcompile.runtime.disk.requests import whole_blocks
 from mtcompile.runtime.schedule import gib
 
-_MOST_NAMES = 3  # that an error lists
+_MOST_NAMES = 8  # that an error lists
 _SMALL = 1 << 14  # bytes of tensors that stay in memory beside weights on disk
 
 
@@ -46,6 +48,7 @@ def from_pretrained(
     model: Any = None,
     *,
     dtype: torch.dtype | str = "auto",
+    allow_new: Collection[str] = (),
     prepare: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -63,23 +66,31 @@ def from_pretrained(
              ``torch.device("meta")``: its parameters and buffers get the weights of the same names
     dtype    of floating-point weights: a ``torch.dtype``, its name, or ``"auto"``, which is that of the configuration (else of
              the first tensor) or of the module. ``precision=`` overrides it
+    allow_new  names of tensors or modules, such as ``["score"]`` for a new head: those that the folder lacks, or has in another
+             shape, are left as they were initialized, and those that the model has no place for are left out. A warning, and
+             each checkpoint, say which are new
     prepare  a function that takes the plain model with its weights and returns the one to compile, for example
              ``lambda model: get_peft_model(model, LoraConfig(...))``
     options  the options of ``compile``: ``memory``, ``host``, ``precision``, ...
 
     A model of Transformers is what its own ``from_pretrained`` returns: in evaluation mode, with names and layouts of older
-    checkpoints converted, tied weights tied, missing weights initialized and reported. For a module, other names or shapes
-    raise CheckpointError before anything is read, and so do options that ``compile`` refuses. Raises BudgetError, with
-    ``.minimum_bytes``, if the weights fit neither into host memory nor on the disk, and DiskError if that takes no files.
+    checkpoints converted, and tied weights tied. Weights that are missing, that the model has no place for, or of other shapes
+    raise CheckpointError, unless ``allow_new`` names them; for a module, that is before anything is read. Raises BudgetError,
+    with ``.minimum_bytes``, if the weights fit neither into host memory nor on the disk, and DiskError if that takes no files.
     """
     compiling = compile(**options)
     precision = precision_named(options.get("precision", "model"))
+    if isinstance(allow_new, str):
+        raise TypeError(f"expected allow_new to be a list of names, found text: pass allow_new=[{allow_new!r}]")
     tensors = stored_tensors(folder)
     room = _Room(parse_bytes(options.get("host"), "host"), parse_disk(options.get("disk")))
     if isinstance(model, nn.Module):
-        loaded: Any = _into_module(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), room)
+        loaded, new = _into_module(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), room, allow_new)
     else:
-        loaded = _of_transformers(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), room)
+        loaded, new = _of_transformers(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), room, allow_new)
+    if new:
+        warnings.warn(f"not from {folder}, and as they were initialized: {', '.join(new)}", stacklevel=2)
+    note_origin(loaded, Path(folder), new)
     return compiling(loaded if prepare is None else prepare(loaded))
 
 
@@ -152,9 +163,15 @@ def _check_disk(folder: Path, sizes: list[int], widest: int, kind: str, disk: Di
 
 
 def _of_transformers(
-    folder: Path, tensors: Mapping[str, StoredTensor], model: Any, dtype: torch.dtype | None, room: _Room
-) -> Any:
-    """Returns the model that Transformers makes of the folder's configuration, and of tensors read when it asks for them."""
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    model: Any,
+    dtype: torch.dtype | None,
+    room: _Room,
+    allow_new: Collection[str],
+) -> tuple[Any, list[str]]:
+    """Returns the model that Transformers makes of the folder's configuration, and of tensors read when it asks for them; and
+    the names of those that it has initialized."""
     if not folder.is_dir() or not (folder / "config.json").is_file():
         adapter = " It holds a PEFT adapter: load its base model first." * (folder / "adapter_config.json").is_file()
         raise ValueError(
@@ -171,7 +188,9 @@ def _of_transformers(
     home = _home(folder, [each.nbytes_as(dtype) for each in tensors.values()], widest, dtype, room)
     try:
         with knobs.transformers_load_in_order(), _registered_parameters_on(home):
-            loaded = model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+            loaded, found = model_class.from_pretrained(
+                None, config=config, state_dict=tensors, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+            )
     except DiskError:
         raise
     except Exception as error:
@@ -179,12 +198,21 @@ def _of_transformers(
             f"{folder} could not be loaded as {model_class.__name__}: {first_line(error)}. Check that its files belong "
             "together, or pass the class"
         ) from error
+    own = {name: tuple(tensor.shape) for name, tensor in loaded.state_dict().items()}
+    shapes = {name: (tuple(there), own.get(name, tuple(here))) for name, there, here in found["mismatched_keys"]}
+    _refuse_others(folder, model_class.__name__, found["missing_keys"], found["unexpected_keys"], shapes, allow_new)
+    whole = {name: p.dtype for name, p in loaded.named_parameters() if not (p.is_floating_point() or p.is_complex())}
+    if whole:
+        raise CheckpointError(
+            f"{folder}: expected weights that are not quantized, found whole numbers ({next(iter(whole.values()))}) for "
+            f"{_first(list(whole))}: take a folder with weights in bfloat16, float16 or float32"
+        )
     loaded.config.name_or_path = str(folder)
     if loaded.can_generate() and (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
         loaded.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return loaded
+    return loaded, sorted(found["missing_keys"] | shapes.keys())
 
 
 @contextlib.contextmanager
@@ -233,13 +261,21 @@ def _model_class(model: Any, config: Any) -> Any:
 
 
 def _into_module(
-    folder: Path, tensors: Mapping[str, StoredTensor], module: nn.Module, dtype: torch.dtype | None, room: _Room
-) -> nn.Module:
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    module: nn.Module,
+    dtype: torch.dtype | None,
+    room: _Room,
+    allow_new: Collection[str],
+) -> tuple[nn.Module, list[str]]:
     """Gives a module's parameters and buffers the values of their names. ``dtype``: of floating-point parameters; None: their
-    own. Everything is compared before anything is read, and a module on "meta" gets its memory then."""
+    own. Everything is compared before anything is read, and a module on "meta" gets its memory then. Returns it, and the names
+    of those that are left as they were."""
     own: dict[str, Tensor] = module.state_dict(keep_vars=True)
     values = _unsaved_buffers(module)
-    _compare(folder, tensors, own, {name: b for name, b in module.named_buffers() if b.is_meta and name not in values})
+    without_values = {name: b for name, b in module.named_buffers() if b.is_meta and name not in values}
+    untouched = _compare(folder, tensors, own, without_values, allow_new)
+    tensors = {name: tensor for name, tensor in tensors.items() if name in own and name not in untouched}
     owners: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for table, name, tensor in _places(module):
         owners.setdefault(id(tensor), []).append((table, name))
@@ -264,7 +300,7 @@ def _into_module(
     for identity, tensor in new.items():
         for table, key in owners[identity]:
             table[key] = tensor
-    return module
+    return module, untouched
 
 
 def _wanted_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -293,29 +329,65 @@ def _unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _compare(
-    folder: Path, tensors: Mapping[str, StoredTensor], own: Mapping[str, Tensor], without_values: Mapping[str, Tensor]
-) -> None:
-    """Raises CheckpointError if names, shapes or kinds of numbers are not the module's, or if a tensor would have no values."""
+    folder: Path,
+    tensors: Mapping[str, StoredTensor],
+    own: Mapping[str, Tensor],
+    without_values: Mapping[str, Tensor],
+    allow_new: Collection[str],
+) -> list[str]:
+    """Returns the names of tensors that are left as they are. Raises CheckpointError if other names, shapes or kinds of numbers
+    are not the module's, or if a tensor would have no values."""
     given = {id(own[name]) for name in own if name in tensors}
     missing = [name for name, tensor in own.items() if id(tensor) not in given]
     unknown = [name for name in tensors if name not in own]
-    if missing or unknown:
-        raise CheckpointError(
-            f"expected the names of the module in {folder}; missing there: {_first(missing)}; not in the module: "
-            f"{_first(unknown)}. Build the module that these weights were saved from"
-        )
+    pairs = {name: (tensor.shape, tuple(own[name].shape)) for name, tensor in tensors.items() if name in own}
+    shapes = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    _refuse_others(folder, "the module", missing, unknown, shapes, allow_new)
+    new = [name for name in own if name in missing or name in shapes]
     for name, tensor in tensors.items():
-        there, here = (tensor.shape, tuple(own[name].shape)), (tensor.dtype, own[name].dtype)
-        if there[0] != there[1]:
-            raise CheckpointError(f"{folder}: expected {name} with shape {there[1]}, found {there[0]}; change the module")
-        if here[0].is_floating_point != here[1].is_floating_point or here[0].is_complex != here[1].is_complex:
-            raise CheckpointError(f"{folder}: expected {name} of {here[1]}, found {here[0]}; change the module")
+        if name in unknown or name in new:
+            continue
+        here, there = own[name].dtype, tensor.dtype
+        if here.is_floating_point != there.is_floating_point or here.is_complex != there.is_complex:
+            raise CheckpointError(f"{folder}: expected {name} of {here}, found {there}; change the module")
+    if empty := [name for name in new if own[name].is_meta]:
+        raise CheckpointError(
+            f"{_first(empty)} would be new, and has no values on the device meta; expected it with values: build it under "
+            'torch.device("cpu")'
+        )
     for name, buffer in without_values.items():
         if id(buffer) not in given:
             raise CheckpointError(
                 f"{name} is a buffer on the device meta that no file holds (persistent=False); expected it with values: build "
                 f'it under torch.device("cpu")'
             )
+    return new
+
+
+def _refuse_others(
+    folder: Path,
+    what: str,
+    missing: Iterable[str],
+    unknown: Iterable[str],
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    allow_new: Collection[str],
+) -> None:
+    """Raises CheckpointError unless ``allow_new`` names every tensor that the folder lacks, that ``what`` has no place for, or
+    that has another shape there than here (``shapes``)."""
+
+    def refused(names: Iterable[str]) -> list[str]:
+        return sorted(name for name in names if not any(name == new or name.startswith(f"{new}.") for new in allow_new))
+
+    lacking, left, reshaped = map(refused, (missing, unknown, shapes))
+    if not (lacking or left or reshaped):
+        return
+    others = [f"{name} of shape {shapes[name][0]} instead of {shapes[name][1]}" for name in reshaped]
+    new = sorted({name.rpartition(".")[0] or name for name in (*lacking, *left, *reshaped)})[:_MOST_NAMES]
+    raise CheckpointError(
+        f"expected the weights of {what} in {folder}; missing there: {_first(lacking)}; of other shapes: {_first(others)}; not "
+        f"in {what}: {_first(left)}. Take the files and the configuration that belong together. If a part is to be new, such "
+        f"as a head, name it: allow_new={new} (--allow-new NAME)"
+    )
 
 
 def _first(names: list[str]) -> str:

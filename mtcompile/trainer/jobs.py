@@ -85,7 +85,7 @@ def _fine_tuning(recipe: Recipe) -> Job:
                 check_packing(model, recipe.length)
         return returning_loss(model.train())
 
-    model = from_pretrained(folder, prepare=prepare, **_options(recipe))
+    model = from_pretrained(folder, prepare=prepare, allow_new=recipe.allow_new, **_options(recipe))
     rows = replace(rows, mask=lambda documents: document_mask(model.config, documents, model.dtype))
     optimizer = _optimizer(recipe, model)
     model.bind(optimizer)

@@ -21,13 +21,14 @@ class Recipe:
     """The settings of a training. ``model``: a built-in shape, a Hugging Face config.json, or a folder of pretrained weights;
     ``data``: files and folders (none: the standard library's sources); ``memory``, ``host``, ``disk``: bytes as text; ``clip``:
     0 for no clipping; ``evaluate_every`` and ``save_every``: in steps, ``save_minutes``: in minutes, 0 for never; ``resume``,
-    ``save``: folders; ``metrics``: a file of JSON lines; ``packing``, ``too_long``, ``chat_template``: for a folder. The others
-    are ``compile``'s and AdamW's. If ``seq``, ``steps`` or ``lr`` is None, ``length``, ``steps_of`` and ``rate`` say what is
-    taken."""
+    ``save``: folders; ``metrics``: a file of JSON lines; ``packing``, ``too_long``, ``chat_template``, ``allow_new``: for a
+    folder. The others are ``compile``'s and AdamW's. If ``seq``, ``steps`` or ``lr`` is None, ``length``, ``steps_of`` and
+    ``rate`` say what is taken."""
 
     model: str
     data: tuple[Path, ...] = ()
     vocab: int | None = None
+    allow_new: tuple[str, ...] = ()
     chat_template: Path | None = None
     packing: bool = True
     too_long: TooLong = "stop"
@@ -116,7 +117,8 @@ def _check_kind(recipe: Recipe) -> None:
             if os.sep in recipe.model:
                 stored_tensors(recipe.model)  # says that nothing is downloaded
             check_shape(recipe.model)
-        for name, value in (("chat_template", recipe.chat_template), ("too_long", recipe.too_long != "stop")):
+        only = {"chat_template": recipe.chat_template, "too_long": recipe.too_long != "stop", "allow_new": recipe.allow_new}
+        for name, value in only.items():
             if value:
                 option = f"--{name.replace('_', '-')}"
                 raise ValueError(f"expected {option} with a folder of pretrained weights, found the model {recipe.model}")

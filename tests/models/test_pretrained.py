@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from safetensors.torch import save_file, save_model
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 import mtcompile
+from mtcompile import checkpoint
 from mtcompile.checkpoint.shards import stored_tensors
 from tests.helpers.limited_loading import MIB, meta_module, write_weights
 from tests.project.examples import equal, weights
@@ -101,9 +102,68 @@ def test_a_new_head_is_initialized_as_transformers_would(tmp_path: Path) -> None
     models = []
     for load in (transformers.AutoModelForSequenceClassification.from_pretrained, mtcompile.from_pretrained):
         torch.manual_seed(1)
-        given = () if not models else (transformers.AutoModelForSequenceClassification,)
-        models.append(load(tmp_path, *given))
+        given: Any = {"model": transformers.AutoModelForSequenceClassification, "allow_new": ["score"]} if models else {}
+        models.append(load(tmp_path, **given))
     assert equal(weights(models[0]), weights(models[1]))
+
+
+def changed(folder: Path, **changes: torch.Tensor | None) -> Path:
+    """Changes tensors of a folder's weights; dots of their names are written as ``__``."""
+    tensors = load_file(folder / "model.safetensors") | {name.replace("__", "."): value for name, value in changes.items()}
+    save_file({n: value for n, value in tensors.items() if value is not None}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+UP = "model__layers__0__mlp__up_proj__weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {UP: None},
+            r"missing there: model.layers.0.mlp.up_proj.weight; of other shapes: nothing; not in LlamaForC.*: nothing",
+        ),
+        ({UP: None, UP.replace("weight", "wieght"): torch.ones(48, 32)}, "not in LlamaForCausalLM: model.layers.0.*wieght"),
+        (
+            {UP: torch.ones(48, 31)},
+            r"of other shapes: model.layers.0.mlp.up_proj.weight of shape \(48, 31\) instead of \(48, 32\)",
+        ),
+        ({"model__norm__weight": None, "lm_head__weight": None}, "missing there: lm_head.weight, model.norm.weight"),
+        ({"model__layers__7__mlp__up_proj__weight": torch.ones(48, 32)}, "missing there: nothing; .*: model.layers.7"),
+        ({UP: torch.ones(48, 32, dtype=torch.int8)}, r"not quantized, found whole numbers \(torch.int8\) for m.*up_proj"),
+    ],
+)
+def test_weights_that_are_not_the_model_s_are_listed(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    folder = changed(saved(tmp_path, transformers.LlamaConfig(**SMALL)), **changes)
+    with pytest.raises(mtcompile.CheckpointError, match=words):
+        mtcompile.from_pretrained(folder, allow_new=["model.layers.1"])
+
+
+def test_what_is_new_is_said_and_saved(tmp_path: Path) -> None:
+    folder = changed(saved(tmp_path / "base", transformers.LlamaConfig(**SMALL)), lm_head__weight=None)
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match="not from .*base, and as they were initialized: lm_head.weight"):
+        model = mtcompile.from_pretrained(folder, allow_new=["lm_head"])
+    torch.manual_seed(1)
+    assert equal(weights(model), weights(transformers.AutoModelForCausalLM.from_pretrained(folder)))
+    path = checkpoint.save(tmp_path / "run", model, step=1)
+    assert checkpoint.inspect(path).provenance["weights"] == [{"folder": str(folder), "new": ["lm_head.weight"]}]
+    with pytest.raises(TypeError, match=r"pass allow_new=\['lm_head'\]"):
+        mtcompile.from_pretrained(folder, allow_new="lm_head")
+
+
+def test_a_part_of_a_module_may_be_new(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(3, 2), "old.bias": torch.ones(3)}, tmp_path / "model.safetensors")
+    module, bias = nn.Linear(2, 3), torch.full((3,), 2.0)
+    module.bias.data.copy_(bias)
+    with pytest.raises(mtcompile.CheckpointError, match=r"missing there: bias; .*in the module: old.bias"):
+        mtcompile.from_pretrained(tmp_path, module)
+    with pytest.warns(UserWarning, match="as they were initialized: bias"):
+        model = mtcompile.from_pretrained(tmp_path, module, allow_new=["bias", "old"])
+    assert torch.equal(model.weight, torch.ones(3, 2)) and torch.equal(model.bias, bias)
+    with pytest.raises(mtcompile.CheckpointError, match="bias would be new, and has no values on the device meta"):
+        mtcompile.from_pretrained(tmp_path, nn.Linear(2, 3, device="meta"), allow_new=["bias", "old"])
 
 
 def test_precision_decides_how_weights_are_read(tmp_path: Path) -> None:
@@ -133,7 +193,7 @@ def test_a_model_is_prepared_before_it_is_compiled(tmp_path: Path) -> None:
     [
         ({"model_type": "unheard"}, "expected a Hugging Face config file"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "expected weights that are not quantized"),
-        ({"hidden_size": 64}, "could not be loaded as LlamaForCausalLM: .*mismatch"),
+        ({"hidden_size": 64}, "of other shapes: lm_head.weight of shape .* and 13 more"),
         (None, "expected a folder with a config.json, found none .* pass a module"),
     ],
 )
@@ -200,9 +260,9 @@ def test_a_model_of_transformers_on_meta_gets_its_buffers_too(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"first.bias": None}, "missing there: first.bias; not in the module: nothing"),
-        ({"other": torch.ones(1)}, "missing there: nothing; not in the module: other"),
-        ({"first.bias": torch.ones(5)}, r"expected first.bias with shape \(4,\), found \(5,\)"),
+        ({"first.bias": None}, "missing there: first.bias; of other shapes: nothing; not in the module: nothing"),
+        ({"other": torch.ones(1)}, "missing there: nothing; of other shapes: nothing; not in the module: other"),
+        ({"first.bias": torch.ones(5)}, r"first.bias of shape \(5,\) instead of \(4,\)"),
         ({"first.bias": torch.ones(4, dtype=torch.int32)}, "expected first.bias of torch.float32, found torch.int32"),
     ],
 )

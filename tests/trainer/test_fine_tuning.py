@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import mtcompile
@@ -261,3 +262,14 @@ def test_a_model_that_cannot_be_packed_is_trained_unpacked(tmp_path: Path) -> No
         train(recipe)
     losses, _ = plain_loop(replace(recipe, packing=False))
     assert [row.loss for row in rows_of(replace(recipe, packing=False))] == losses
+
+
+def test_a_missing_weight_stops_the_command_unless_it_may_be_new(tmp_path: Path) -> None:
+    folder, data = folder_of(tmp_path / "model"), str(chats(tmp_path / "chats.jsonl"))
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if "up_proj" in name)
+    save_file({n: t for n, t in tensors.items() if n != name}, folder / "model.safetensors", {"format": "pt"})
+    steps = ("--data", data, "--seq", "96", "--batch", "2", "--memory", FITS, "--steps", "1", "--save", str(tmp_path / "run"))
+    assert f"missing there: {name}; " in refused(folder, *steps)
+    output = CliRunner().invoke(app, ["train", str(folder), *steps, "--device", "cpu", "--allow-new", name])
+    assert output.exit_code == 0 and checkpoint.inspect(tmp_path / "run").provenance["weights"][0]["new"] == [name]
