@@ -21,8 +21,13 @@ from mtcompile.checkpoint.files import MANIFEST, may_be_added
 from mtcompile.checkpoint.generators import generator_states
 from mtcompile.checkpoint.provenance import provenance
 from mtcompile.checkpoint.shards import INDEX
-from mtcompile.errors import CheckpointError
+from mtcompile.errors import CheckpointError, StepError
+from mtcompile.optim.state_sizes import state_nbytes
+from mtcompile.references import with_hooks
 from mtcompile.torch_private import UsedGradient
+
+_EXTRA_STATE = "_extra_state"  # torch's name
+_HALF_LOADED = "_mt_half_loaded"  # of a plain model: hooks that refuse it
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +71,8 @@ def _copy(tensor: Storable) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Moment:
     """The state beside the model and its optimizer, as it was at the end of a step. ``tensors``: of ``others`` and
-    ``extra``; ``generators``: as ``generator_states`` gives them; ``buffers``: of the model, by name, as they were then, if
-    they may have changed since."""
+    ``extra``; ``generators``: as ``generator_states`` gives them. If they may have changed since: ``buffers`` of the model and
+    what its modules save beside tensors (``module_states``), by name, and ``groups`` of the optimizer, as they were then."""
 
     step: int
     others: Any
@@ -75,6 +80,8 @@ class Moment:
     tensors: tuple[Storable, ...]
     generators: Mapping[str, Any]
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    module_states: Mapping[str, Any] = field(default_factory=dict)
+    groups: tuple[Mapping[str, Any], ...] | None = None
 
 
 def moment(step: int, others: Mapping[str, Any] | None, extra: Mapping[str, Any] | None) -> Moment:
@@ -117,6 +124,8 @@ def content_of(
         raise ValueError(f"expected keep to be a whole number of 0 or more, found {keep!r}")
     if os.path.lexists(folder / MANIFEST):
         raise CheckpointError(f"{folder} is itself a checkpoint; expected a folder that holds checkpoints")
+    if _HALF_LOADED in model.__dict__:
+        refuse_half_loaded(model)
     if any(compiled.between_backward_and_step for compiled in _compiled(model)):
         raise CheckpointError(
             'update="backward" has updated the parameters, and optimizer.step() has not ended the step; save after it'
@@ -129,12 +138,19 @@ def content_of(
         return Content(now.step, keep, {}, {}, numbered, state, {}, rank)
     weights, others_of_model, tied = _weights(model)
     weights.update({name: buffer for name, buffer in now.buffers.items() if name in weights})
+    for name, state in now.module_states.items():
+        (weights if isinstance(state, Tensor) else others_of_model)[name] = state
     tensors = list(now.tensors)
     with contextlib.ExitStack() as stack:
         for compiled in _compiled(model):
             if compiled.door.masters is not None:
                 stack.enter_context(compiled.door.masters.joining_later())
         optimizer_state = None if optimizer is None else optimizer.state_dict()
+    if optimizer_state is not None and now.groups is not None:
+        if [len(group["params"]) for group in optimizer_state["param_groups"]] != [len(g["params"]) for g in now.groups]:
+            raise CheckpointError("the optimizer's groups have got other parameters since; save after the next step")
+        pairs = zip(optimizer_state["param_groups"], now.groups, strict=True)
+        optimizer_state = {**optimizer_state, "param_groups": [{**then, "params": group["params"]} for group, then in pairs]}
     parts: dict[str, Any] = {
         "model": others_of_model,
         "optimizer": optimizer_state,
@@ -153,6 +169,49 @@ def _compiled(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if (compiled := getattr(module, "_mt_model", None)) is not None:
             yield compiled
+
+
+def refuse_half_loaded(module: nn.Module, *_: Any) -> None:
+    """Raises StepError for a plain model of which only a part was loaded: a hook of its forward."""
+    raise StepError(
+        "a load ended before all of the checkpoint was loaded: some weights are those of the checkpoint, others not. Load it "
+        "again (checkpoint.load, or load_state_dict of the model and its optimizer) before going on"
+    )
+
+
+@contextlib.contextmanager
+def loading_whole(model: nn.Module) -> Iterator[None]:
+    """Surrounds a load. If an error or an interrupt ends it after something has changed, the model refuses to run and to be
+    saved until all of it has been loaded."""
+    compiled = list(_compiled(model))
+    if compiled:
+        with contextlib.ExitStack() as stack:
+            for each in compiled:
+                stack.enter_context(each.door.wholeness.loading())
+            yield
+        return
+    before = _versions(model)
+    try:
+        yield
+    except BaseException:
+        if _versions(model) != before and _HALF_LOADED not in model.__dict__:
+            hooks = (
+                model.register_forward_pre_hook(refuse_half_loaded),
+                model.register_load_state_dict_post_hook(_no_longer_half_loaded),
+            )
+            model.__dict__[_HALF_LOADED] = hooks
+        raise
+    _no_longer_half_loaded(model)
+
+
+def _no_longer_half_loaded(model: nn.Module, keys: Any = None) -> None:
+    if keys is None or not keys.missing_keys:
+        for hook in model.__dict__.pop(_HALF_LOADED, ()):
+            hook.remove()
+
+
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    return [(id(tensor), tensor._version) for tensor in (*model.parameters(), *model.buffers())]
 
 
 def rank_of(model: nn.Module) -> int:
@@ -194,6 +253,18 @@ def folder_of_rank(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:04d}" if rank else folder
 
 
+def updates_in_backward(model: nn.Module) -> bool:
+    """Tells whether a compiled model's backward updates parameters."""
+    return any(compiled.options.updates is not None for compiled in _compiled(model))
+
+
+def module_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields what modules save beside parameters and buffers (``get_extra_state``), by its name in the state dictionary."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{name}.{_EXTRA_STATE}".lstrip("."), module.get_extra_state()
+
+
 def may_be_on_disk(model: nn.Module) -> bool:
     """Tells whether some of a model's state may be too large for memory."""
     return any(compiled.options.disk is not None for compiled in _compiled(model))
@@ -203,6 +274,18 @@ def with_masters(model: nn.Module) -> set[int]:
     """Returns the parameters, by id, that have fp32 masters. Their gradients may be fp32 too, as sums of several are."""
     masters = (compiled.door.masters for compiled in _compiled(model))
     return {key for each in masters if each is not None for key in each.trained()}
+
+
+def expected_nbytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Returns the bytes that a checkpoint of this process will have after the first step: 0 for a rank but the first."""
+    if rank_of(model):
+        return 0
+    parameters, wide = dict(nn.Module.named_parameters(model)), with_masters(model)
+    nbytes = sum(tensor.nbytes for tensor in (*parameters.values(), *model.buffers()))
+    if optimizer is None:
+        return nbytes
+    masters = sum(4 * p.numel() for p in parameters.values() if id(p) in wide)
+    return nbytes + masters + sum(state_nbytes(with_hooks(optimizer), parameters).values()) * (2 if masters else 1)
 
 
 def optimized_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str | None]]:

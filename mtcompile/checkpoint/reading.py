@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mtcompile.capture.refusals import first_line
 from mtcompile.checkpoint.content import (
     folder_of_rank,
+    loading_whole,
     may_be_on_disk,
     optimized_names,
     rank_of,
@@ -85,7 +86,8 @@ def load(
     all. ``optimizer`` and ``others`` are as for ``save``. ``generators=False`` leaves the random generators alone. Gradients
     become those that were saved, or None. Call it before or after ``mtcompile.compile``, with any budget: the training goes on
     with the same bits. Raises CheckpointError if there is no checkpoint, or if it is damaged or of another model; nothing has
-    changed then.
+    changed then. If an error or Ctrl-C ends the load after something has changed, the model refuses to run and to be saved
+    until a load has come to its end.
     """
     path, manifest = _opened(Path(folder))
     verify_files(path, manifest)
@@ -103,9 +105,10 @@ def load(
         if name not in others_state:
             known = ", ".join(sorted(map(str, others_state))) or "none"
             raise CheckpointError(f"{path}: expected a state of {name!r} among those of others, found {known}")
-    with _all_or_none(path, others, others_state):
-        _load_training(path, model, weights, optimizer, state["optimizer"])
-    _set_gradients(model, state.get("gradients") or {})
+    with loading_whole(model):
+        with _all_or_none(path, others, others_state):
+            _load_training(path, model, weights, optimizer, state["optimizer"])
+        _set_gradients(model, state.get("gradients") or {})
     if optimizer is not None and (left := sorted(map(str, others_state.keys() - passed))):
         warnings.warn(
             f"{path} also holds the state of {', '.join(left)}, which was not passed to load and starts anew: pass "

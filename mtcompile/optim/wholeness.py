@@ -1,18 +1,21 @@
 """Wholeness: whether a model's weights and its optimizer's state are those of one step.
 
-An error or an interrupt among updates leaves some parameters updated and others not. Such a model refuses to go on until
-``load_state_dict`` of both the model and its optimizer has put it right.
+An error or an interrupt among updates leaves some parameters updated and others not, and one within a load leaves some loaded
+and others not. Such a model refuses to go on until ``load_state_dict`` of both the model and its optimizer has put it right.
 
     optimizer.step()                  pre-hook: notes versions │ updates │ post-hook: the step has ended
-    model(x), state_dict, load, ...   a step that has begun, not ended and is not running: equal versions, or refused
+    load_state_dict                   pre-hook: notes versions │ copies  │ post-hook: it is whole
+    model(x), state_dict, load, ...   what has begun, not ended and is not running: equal versions, or refused
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -25,6 +28,21 @@ from mtcompile.references import weakly, with_hooks
 
 Versions = Mapping[int, tuple[Any, ...]]
 _UPDATING: Versions = {0: ()}  # equal to no others: updates have begun
+
+
+@dataclass(slots=True)
+class _Load:
+    """A ``load_state_dict`` that has begun. ``versions``: before it; ``errors``: what a module's collects, and raises at its
+    end; ``ended``: it got to its end, ``partly`` if it lacked some of the model, as strict=False allows."""
+
+    versions: Any
+    errors: list[str]
+    ended: bool = False
+    partly: bool = False
+
+    def left_a_mixture(self, versions: Any) -> bool:
+        whole = self.ended and not (self.partly and self.errors)
+        return not whole and versions != self.versions
 
 
 class Wholeness:
@@ -40,10 +58,15 @@ class Wholeness:
         self.saved_in = ""
         self._broken: dict[str, str] = {}  # model, optimizer -> why it has to be loaded again
         self._saved_step: int | None = None
+        self._model = weakref.ref(model)
+        self._state_hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._loads: weakref.WeakKeyDictionary[Any, _Load] = (
+            weakref.WeakKeyDictionary()
+        )  # of the model and of optimizers: the last
         # Of each optimizer that has been bound: the versions when its step began, None while there is none.
         self._begun: weakref.WeakKeyDictionary[torch.optim.Optimizer, Versions | None] = weakref.WeakKeyDictionary()
-        model.register_load_state_dict_pre_hook(weakly(self._before_loading))
-        model.register_load_state_dict_post_hook(weakly(self._model_loaded))
+        model.register_load_state_dict_pre_hook(weakly(self._before_loading_model))
+        self._model_hook: Any = model.register_load_state_dict_post_hook(weakly(self._model_loaded))
         model.register_state_dict_pre_hook(weakly(self._before_saving))
 
     def bind(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -53,8 +76,8 @@ class Wholeness:
         self._begun[optimizer] = None
         self._loaded("optimizer")  # its state begins anew
         optimizer.register_state_dict_pre_hook(weakly(self._before_saving))
-        optimizer.register_load_state_dict_pre_hook(weakly(self._before_loading))
-        optimizer.register_load_state_dict_post_hook(weakly(self._state_loaded))
+        optimizer.register_load_state_dict_pre_hook(weakly(self._before_loading_state))
+        self._state_hooks[optimizer] = optimizer.register_load_state_dict_post_hook(weakly(self._state_loaded))
         return True
 
     def watch(self, optimizer: torch.optim.Optimizer, masters: bool) -> None:
@@ -83,6 +106,22 @@ class Wholeness:
                 f"optimizer (load_state_dict of both; {saved}) before going on"
             )
 
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Surrounds a load of the model and its optimizer. If an error or an interrupt ends it after something has changed, the
+        model refuses to go on."""
+        before = self._versions()
+        try:
+            yield
+        except BaseException:
+            if self._versions() != before:
+                self.spoil("a load ended before all of the checkpoint was loaded")
+            raise
+
+    def _versions(self) -> list[Any]:
+        owners: list[Any] = [self._model(), *self._begun]
+        return [_versions_of_owner(owner) for owner in owners if owner is not None]
+
     def updating(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that updates begin, of a step that ends with the optimizer's own."""
         self._begun[optimizer] = _UPDATING
@@ -93,7 +132,13 @@ class Wholeness:
             self._begun[optimizer] = None
 
     def _notice(self) -> None:
-        """Notices a step that was left among its updates."""
+        """Notices a step that was left among its updates, and a load that was left before its end."""
+        for owner, load in list(self._loads.items()):
+            if not _is_loading(owner, load):
+                del self._loads[owner]
+                if load.left_a_mixture(_versions_of_owner(owner)):
+                    part = "optimizer" if isinstance(owner, torch.optim.Optimizer) else "model"
+                    self._broken[part] = f"load_state_dict of the {part} ended before all of it was loaded"
         for optimizer, versions in list(self._begun.items()):
             if versions is None or is_running(optimizer):
                 continue
@@ -108,18 +153,29 @@ class Wholeness:
         self.check()
         self._saved_step = self.steps
 
-    def _before_loading(self, *_: Any) -> None:
+    def _before_loading_model(self, model: nn.Module, state: Any, prefix: str, *rest: Any) -> None:
+        self._before_loading(model, self._model_hook, rest[-1])
+
+    def _before_loading_state(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        self._before_loading(optimizer, self._state_hooks[optimizer], [])
+
+    def _before_loading(self, owner: Any, hook: Any, errors: list[str]) -> None:
         self.drain()
         self._notice()
+        torch_private.move_hook(hook, last=True)  # others change what was loaded
+        self._loads[owner] = _Load(_versions_of_owner(owner), errors)
 
     def _loaded(self, part: str) -> None:
         self._broken.pop(part, None)
 
     def _model_loaded(self, model: nn.Module, incompatible: Any) -> None:
-        if not incompatible.missing_keys:  # as strict=False allows
+        load = self._loads[model]
+        load.ended, load.partly = not load.errors, bool(incompatible.missing_keys)
+        if load.ended and not load.partly:
             self._loaded("model")
 
     def _state_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        self._loads[optimizer].ended = True
         self._loaded("optimizer")
 
     def _before_masters(self, *_: Any) -> None:
@@ -180,6 +236,30 @@ def versions_of(optimizer: torch.optim.Optimizer) -> Versions:
     return versions
 
 
+def _versions_of_owner(owner: Any) -> Any:
+    """Returns what tells whether a load has changed a model, or an optimizer."""
+    if isinstance(owner, torch.optim.Optimizer):
+        return id(owner.state), id(owner.param_groups), versions_of(owner)
+    tensors = (*nn.Module.named_parameters(owner), *nn.Module.named_buffers(owner))
+    return {name: (id(tensor), _version(tensor)) for name, tensor in tensors}
+
+
+def _is_loading(owner: Any, load: _Load) -> bool:
+    """Tells whether a ``load_state_dict`` that has begun is among the callers."""
+    return any(
+        frame.f_code.co_name == "load_state_dict"
+        and (frame.f_locals.get("self") is owner or frame.f_locals.get("error_msgs") is load.errors)
+        for frame in _callers()
+    )
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def _version(tensor: Tensor) -> int:
     try:
         return tensor._version
@@ -197,9 +277,4 @@ def has_changed(before: Versions, after: Versions) -> bool:
 
 def is_running(optimizer: torch.optim.Optimizer) -> bool:
     """Tells whether the optimizer's ``step`` is among the callers: that of a subclass, or one that calls its closure."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer for frame in _callers())
