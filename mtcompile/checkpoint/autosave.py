@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 import threading
@@ -17,10 +18,23 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.capture.refusals import first_line
-from mtcompile.checkpoint.content import Moment, any_rank, content_of, moment, saves_together, saving_together
+from mtcompile.checkpoint.content import (
+    Moment,
+    any_rank,
+    content_of,
+    expected_nbytes,
+    folder_of_rank,
+    module_states,
+    moment,
+    rank_of,
+    saves_together,
+    saving_together,
+    updates_in_backward,
+)
 from mtcompile.checkpoint.saving import begin, finish_saving, note
-from mtcompile.checkpoint.writing import write
+from mtcompile.checkpoint.writing import check_room, write
 from mtcompile.references import with_hooks
+from mtcompile.torch_private import DataWrites
 
 _SMALL_NBYTES = 1 << 20
 
@@ -46,9 +60,12 @@ def autosave(
     on_sigterm       at SIGTERM, save after the current step; ``after`` then returns False. A second one ends the process
 
     The others are as for ``save``. The last step is saved when the training ends. If an error ends it, such as a loss that is
-    not finite, the last step that ``after`` was told of is saved as it was then, unless the parameters may have changed since.
-    A resumed training has the same bits. Raises as ``save`` does.
+    not finite, the last step that ``after`` was told of is saved as it was then, with the buffers, generators, scheduler and
+    options of the optimizer (such as its learning rate) of that moment, unless the parameters may have changed since.
+    A resumed training has the same bits. Raises as ``save`` does; the folder is tried before the first step: a file is written,
+    synced and renamed there, and the free space is compared with one checkpoint.
     """
+    check_room(folder_of_rank(Path(folder), rank_of(model)), expected_nbytes(model, optimizer))
     saver = Autosave(Path(folder), model, optimizer, others or {}, keep, files or {}, background, every, minutes * 60)
     with contextlib.ExitStack() as stack:
         if optimizer is not None:
@@ -84,6 +101,8 @@ class Autosave:
     _saved_step: int | None = None
     _saved_at: float = field(default_factory=lambda: time.monotonic())
     _buffers: dict[str, tuple[Tensor, int, Tensor]] = field(default_factory=dict)  # itself, its version, a copy
+    _kept: list[tuple[Tensor, int]] = field(default_factory=list)  # large tensors of the moment, not copied, and their versions
+    _writes: DataWrites | None = None  # to the parameters through ``.data``, since the step has ended
 
     def after(self, step: int, extra: Mapping[str, Any] | None = None) -> bool:
         """Notes that a step has ended, and saves if it is time. Returns whether the training should go on. ``extra``: as for
@@ -98,8 +117,16 @@ class Autosave:
 
     def note(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Notes that a step has ended: what an error after it would save. ``after`` does so too."""
-        self._last, self._whole = moment(step, self.others, extra), True
+        now, self._whole = moment(step, self.others, extra), True
+        small = [isinstance(tensor, Tensor) and tensor.nbytes <= _SMALL_NBYTES for tensor in now.tensors]
+        tensors = tuple(t.clone() if copy_it else t for t, copy_it in zip(now.tensors, small, strict=True))  # type: ignore[union-attr]
+        groups = () if self.optimizer is None else self.optimizer.param_groups
+        states = {name: copy.deepcopy(state) for name, state in module_states(self.model)}
+        self._last = replace(now, tensors=tensors, groups=tuple(map(_copied_group, groups)), module_states=states)
         self._copy_buffers()
+        watched = () if updates_in_backward(self.model) else tuple(nn.Module.parameters(self.model))
+        self._kept = [(t, t._version) for t in (*tensors, *watched) if isinstance(t, Tensor)]
+        self._writes = DataWrites(watched)
 
     def save(self) -> None:
         """Saves the last step, unless it has been saved. Raises as ``save`` of this package does."""
@@ -132,10 +159,12 @@ class Autosave:
         step, outcome = self._last.step, "was saved"
         if not self._whole:
             outcome = "is not saved: the optimizer has begun another step"
+        elif self._has_changed():
+            outcome = "is not saved: parameters, or tensors of others= or extra=, have been changed since"
         elif saves_together(self.model):  # the other ranks may not come
             outcome = "is not saved: each host has a part of the optimizer state"
         else:
-            buffers = {name: copy for name, (_, _, copy) in self._buffers.items()}
+            buffers = {name: values for name, (_, _, values) in self._buffers.items()}
             self._last, self.background = replace(self._last, buffers=buffers), False
             try:
                 self.save()
@@ -144,7 +173,14 @@ class Autosave:
         warnings.warn(f"an error ended the training. Step {step}, the last that had ended, {outcome}", stacklevel=4)
 
     def _stepping(self, *_: Any) -> None:
-        self._whole = False
+        self._whole, self._writes, self._kept = False, None, []
+
+    def _has_changed(self) -> bool:
+        """Tells whether somebody has changed what belongs to the moment and is not copied, such as averages swapped in."""
+        if any(tensor._version != version for tensor, version in self._kept):
+            return True
+        writes = self._writes
+        return writes is not None and any(map(writes.change_of, nn.Module.parameters(self.model)))
 
     def _copy_buffers(self) -> None:
         """Keeps the values that buffers have now, such as running statistics, which a forward changes. Kernels change those
@@ -155,6 +191,11 @@ class Autosave:
                 self._buffers[name] = buffer, version, buffer.detach().clone()
             elif buffer.nbytes <= _SMALL_NBYTES:
                 before[2].copy_(buffer)
+
+
+def _copied_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a group of the optimizer, as they are now."""
+    return {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -208,19 +209,70 @@ def delete_unfinished(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock. Raises CheckpointError if another process saves into the folder."""
+def locked(folder: Path, patience_s: float = 0) -> Iterator[None]:
+    """Holds the folder's lock. Raises CheckpointError if another process saves into the folder, and OSError if the lock cannot
+    be had for another reason."""
     import filelock
 
+    path = folder / ".lock"
     try:
         with interrupts_later():
-            held = filelock.FileLock(folder / ".lock").acquire(timeout=0)
+            held = filelock.FileLock(path).acquire(timeout=patience_s)
     except filelock.Timeout:
+        _check_lock(path)
         raise CheckpointError(
             f"another process saves a checkpoint into {folder}; give each training a folder of its own"
         ) from None
+    except (OSError, NotImplementedError, RuntimeError) as error:
+        raise _no_lock(path, error) from error
     try:
         yield
     finally:
         with interrupts_later():
             held.lock.release()
+
+
+def _check_lock(path: Path) -> None:
+    """Raises OSError for a lock file that no process holds and that cannot be locked all the same."""
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(number)
+    except BlockingIOError:  # held by another process
+        return
+    except OSError as error:
+        raise _no_lock(path, error) from error
+
+
+def _no_lock(path: Path, error: Exception) -> OSError:
+    reason = getattr(error, "strerror", None) or error
+    return OSError(
+        f"expected to lock {path}, found: {reason}. No other process is known to save there: delete the file, or save into a "
+        "folder of your own on a disk with file locks"
+    )
+
+
+def try_folder(folder: Path, patience_s: float = 0) -> None:
+    """Does in a folder what a save does: makes it, writes, syncs, renames and deletes a file, and holds its lock. Raises
+    CheckpointError and OSError as ``save`` does."""
+    try:
+        make_folder(folder)
+        new = unfinished(folder, step_folder(0))
+        try:
+            write_bytes(new / MANIFEST, b"{}")
+            on_disk(new)
+            new = new.rename(unfinished(folder, step_folder(0)))
+            on_disk(folder)
+        finally:
+            delete(new, ())
+        with locked(folder, patience_s):
+            delete_unfinished(folder)
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        raise OSError(
+            f"expected a folder that checkpoints can be written into, found {folder}: {error.strerror}. Name another one, or "
+            "change who may write there"
+        ) from error

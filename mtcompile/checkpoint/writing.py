@@ -22,6 +22,7 @@ from mtcompile.checkpoint.files import (
     on_disk,
     read_manifest,
     step_folder,
+    try_folder,
     unfinished,
     write_bytes,
     write_manifest,
@@ -29,8 +30,20 @@ from mtcompile.checkpoint.files import (
 from mtcompile.checkpoint.shard_writer import write_shard
 from mtcompile.checkpoint.shards import INDEX
 from mtcompile.errors import CheckpointError
+from mtcompile.runtime.schedule import gib
 
 SHARD_NBYTES = 4 << 30
+
+
+def check_room(folder: Path, nbytes: int) -> None:
+    """Tries the folder of the checkpoints to come. Raises CheckpointError and OSError as ``save`` would, also where one of
+    ``nbytes`` has no room."""
+    try_folder(folder)
+    if nbytes > (free := shutil.disk_usage(folder).free):
+        raise OSError(
+            f"expected room for a checkpoint of {gib(nbytes)} in {folder}, found {gib(free)} free there: free some, or save on "
+            "another disk"
+        )
 
 
 def write(folder: Path, content: Content) -> Path:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtcompile import checkpoint, knobs
+from mtcompile.checkpoint.files import try_folder
 from mtcompile.checkpoint.shards import stored_tensors
 from mtcompile.data.encoding import TooLong
 from mtcompile.models.loading import check_shape
 from mtcompile.options import parse_bytes
 
+_PATIENCE_S = 10.0  # with the first processes of other machines, which try the same folder
 _FINAL_RATE = 0.1  # share of the highest learning rate at the end of the cosine
 
 
@@ -78,7 +80,8 @@ class Recipe:
 
 
 def check(recipe: Recipe) -> None:
-    """Raises ValueError, or OSError for a folder that cannot be made, before anything takes time."""
+    """Raises ValueError, or OSError and CheckpointError for a folder that checkpoints cannot be saved into, before anything
+    takes time."""
     ranks = knobs.processes()
     if recipe.batch % (recipe.accumulate * ranks):
         among = f", of which each of {ranks} ranks takes a part" if ranks > 1 else ""
@@ -108,6 +111,8 @@ def check(recipe: Recipe) -> None:
         checkpoint.inspect(recipe.resume)
     if recipe.save is not None:
         recipe.save.mkdir(parents=True, exist_ok=True)
+        if not knobs.process_here():  # the other ranks of a machine would wait for its lock
+            try_folder(recipe.save, _PATIENCE_S if ranks > 1 else 0)
 
 
 def _check_kind(recipe: Recipe) -> None:

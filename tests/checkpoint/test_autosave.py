@@ -105,6 +105,65 @@ def test_an_error_saves_the_last_whole_step(way: dict[str, Any] | None, where: s
     assert lost or goes_on(tmp_path, 4) == 2
 
 
+class Counted(nn.Linear):
+    """Counts its forwards, and saves that beside its tensors."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_what_changes_after_the_step_is_saved_as_it_was_then(tmp_path: Path) -> None:
+    model, average = Counted(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    others, extra = {"scheduler": scheduler, "average": average}, {"seen": torch.zeros(2)}
+    said = "Step 1, the last that had ended, was saved"
+    saving = checkpoint.autosave(tmp_path, model, optimizer, others=others)
+    with pytest.warns(UserWarning, match=said), pytest.raises(Fault), saving as saver:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        saver.after(1, extra)
+        then = average.weight.detach().clone()
+        scheduler.step()  # a new epoch begins
+        optimizer.param_groups[0]["momentum"] = 0.9
+        average.weight.data.zero_()
+        extra["seen"] += 1
+        model(torch.ones(1, 2))
+        raise Fault
+    assert model.calls == 2
+    loaded = checkpoint.load(tmp_path, model, optimizer, others=others)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"], scheduler.last_epoch, model.calls) == (1.0, 0.5, 0, 1)
+    assert torch.equal(average.weight, then) and torch.equal(loaded.extra["seen"], torch.zeros(2))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("through_data", [False, True])
+def test_weights_that_were_swapped_are_not_those_of_the_step(compiled: bool, through_data: bool, tmp_path: Path) -> None:
+    model: Any = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = mtcompile.compile(model, optimizer=optimizer, memory="1MiB") if compiled else model
+    said = "is not saved: parameters, .* have been changed since"
+    saving = checkpoint.autosave(tmp_path, model, optimizer)
+    with pytest.warns(UserWarning, match=said), pytest.raises(Fault), saving as saver:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        saver.after(1)
+        with torch.no_grad():  # an average, for an evaluation
+            (model.weight.data if through_data else model.weight).mul_(0.5)
+        raise Fault
+    assert checkpoint.latest(tmp_path) is None
+
+
 def test_a_loss_that_is_not_finite_stops_and_saves(tmp_path: Path) -> None:
     seeded()
     run = Run({"memory": "64MiB", "update": "backward", "nonfinite": "stop"})

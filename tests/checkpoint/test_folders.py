@@ -1,0 +1,73 @@
+"""The folder that a training saves into is tried before its first step."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import nn
+
+import mtcompile
+from mtcompile import checkpoint
+from mtcompile.trainer.recipe import Recipe, check
+
+
+def failing(number: int) -> Any:
+    def fail(*arguments: Any, **options: Any) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def entered(folder: Path) -> None:
+    model = nn.Linear(4, 4)
+    with checkpoint.autosave(folder, model, torch.optim.AdamW(model.parameters())):
+        pytest.fail("a step would have been trained")
+
+
+@pytest.mark.parametrize("name", ["mkdir", "fsync", "rename"])
+def test_a_folder_that_takes_no_files_is_refused_before_the_first_step(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "text.txt").write_text("the cat sat")
+    monkeypatch.setattr(os, name, failing(errno.EROFS))
+    with pytest.raises(OSError, match=r"expected a folder that checkpoints can be written into, found .*run: Read-only file"):
+        entered(tmp_path / "run")
+    with pytest.raises(OSError, match="Read-only file system"):
+        check(Recipe("gpt-11m", (tmp_path / "text.txt",), memory="64MiB", save=tmp_path / "run"))
+    monkeypatch.undo()
+    check(Recipe("gpt-11m", (tmp_path / "text.txt",), memory="64MiB", save=tmp_path / "run"))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = 2048  # bytes of weights and two moments, which count in blocks: 1,104
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed // 2))
+    with pytest.raises(OSError, match=r"expected room for a checkpoint of .* free there: free some, or save on another disk"):
+        entered(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
+    with pytest.raises(pytest.fail.Exception):
+        entered(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EACCES])
+def test_a_lock_that_fails_is_not_another_process(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", failing(number))
+    for save in (entered, lambda folder: checkpoint.save(folder, nn.Linear(2, 2), step=1)):
+        with pytest.raises(OSError, match=f"expected to lock .*lock, found: {os.strerror(number)}. No other process is known"):
+            save(tmp_path)
+
+
+def test_a_lock_that_is_held_is_another_process(tmp_path: Path) -> None:
+    with (tmp_path / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(mtcompile.CheckpointError, match="another process saves a checkpoint into"):
+            entered(tmp_path)
