@@ -7,8 +7,9 @@ import json
 import os
 import signal
 import stat
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -89,6 +90,79 @@ def interrupts_later() -> Iterator[Callable[[], None]]:
     finally:
         signal.signal(signal.SIGINT, before)
         let_through()
+
+
+@contextlib.contextmanager
+def signals_noted(texts: Mapping[int, str]) -> Iterator[set[int]]:
+    """Notes the first of these signals, and leaves the next ones to the handlers before. Yields those that have come. The
+    handlers do nothing else: what they wrote could raise amid updates. Another thread says the signal's text on stderr."""
+    noted, come = set[int](), threading.Event()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.add(number)
+        restore()
+        come.set()
+
+    def tell() -> None:
+        come.wait()
+        with contextlib.suppress(OSError, ValueError):  # whoever read it may have been interrupted too
+            for text in filter(None, (texts[number] for number in tuple(noted))):
+                print(text, file=sys.stderr, flush=True)
+
+    def restore() -> None:
+        for number, handler in before.items():
+            if signal.getsignal(number) is note:
+                signal.signal(number, handler)
+
+    threading.Thread(target=tell, daemon=True, name="mtcompile signals").start()
+    before = {number: signal.signal(number, note) for number in texts}
+    try:
+        yield noted
+    finally:
+        restore()
+        come.set()
+
+
+class HeldInterrupts:
+    """Holds Ctrl-C back from ``hold`` to ``release``, which may be in other functions. A second one comes through at once."""
+
+    def __init__(self) -> None:
+        self._before: Any = None  # the handler while Ctrl-C is held back
+        self._noted: tuple[int, FrameType | None] | None = None
+
+    def hold(self) -> None:
+        """Holds Ctrl-C back from now on. Does nothing in other threads than the main one, which gets it."""
+        before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and callable(before) and self._before is None:
+            self._before = before
+            signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._noted is None:
+            self._noted = number, frame
+            return
+        self.release()
+
+    def let_through(self) -> None:
+        """Lets one through that has come."""
+        if (noted := self._noted) is not None and threading.current_thread() is threading.main_thread():
+            self._noted = None
+            self._before(*noted)
+
+    def forget(self) -> None:
+        """Holds none back any more. One that has come is dropped, as another error is raised in its place."""
+        self._noted = None
+        self.release()
+
+    def release(self) -> None:
+        """Holds none back any more, and lets one through that has come."""
+        if self._before is None or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) == self._note:  # else somebody else has taken over
+            signal.signal(signal.SIGINT, self._before)
+        before, noted, self._before, self._noted = self._before, self._noted, None, None
+        if noted is not None:
+            before(*noted)
 
 
 def _whole(digits: str) -> int:

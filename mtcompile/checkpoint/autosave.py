@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,12 @@ from mtcompile.checkpoint.content import (
     rank_of,
     saves_together,
     saving_together,
+    steps_in_backward,
     updates_in_backward,
 )
 from mtcompile.checkpoint.saving import begin, finish_saving, note
 from mtcompile.checkpoint.writing import check_room, write
+from mtcompile.reading import signals_noted
 from mtcompile.references import with_hooks
 from mtcompile.torch_private import DataWrites
 
@@ -57,7 +59,8 @@ def autosave(
 
     every, minutes   save after so many steps, or when so many minutes have passed; 0: not for that reason
     background       write while the training goes on, as ``save_in_background`` does
-    on_sigterm       at SIGTERM, save after the current step; ``after`` then returns False. A second one ends the process
+    on_sigterm       at SIGTERM, save after the current step; ``after`` then returns False. At Ctrl-C, save there too; ``after``
+                     then raises KeyboardInterrupt. A second signal is not waited with
 
     The others are as for ``save``. The last step is saved when the training ends. If an error ends it, such as a loss that is
     not finite, the last step that ``after`` was told of is saved as it was then, with the buffers, generators, scheduler and
@@ -71,7 +74,12 @@ def autosave(
         if optimizer is not None:
             stack.callback(with_hooks(optimizer).register_step_pre_hook(saver._stepping).remove)
         if on_sigterm and threading.current_thread() is threading.main_thread():
-            stack.enter_context(_ends_at_sigterm(saver))
+            text = "\nmtcompile: saving after this step; Ctrl-C again stops now"
+            handled = callable(signal.getsignal(signal.SIGINT))
+            texts: dict[int, str] = {signal.SIGTERM: ""}
+            if handled:
+                texts[signal.SIGINT] = text
+            saver.signals = stack.enter_context(signals_noted(texts))
         try:
             yield saver
         except GeneratorExit:
@@ -84,7 +92,7 @@ def autosave(
 
 @dataclass(slots=True)
 class Autosave:
-    """The saves of one training, see ``autosave``. ``stopping``: the training should end, as SIGTERM came."""
+    """The saves of one training, see ``autosave``."""
 
     folder: Path
     model: nn.Module
@@ -95,9 +103,11 @@ class Autosave:
     background: bool
     every: int
     seconds: float
-    stopping: bool = False
+    signals: Collection[int] = ()  # that have come
+    _stops: bool = False  # a signal has come to any rank
     _last: Moment | None = None
     _whole: bool = False  # nothing has changed the parameters since
+    _steps: int = 0  # of backwards with updates until then
     _saved_step: int | None = None
     _saved_at: float = field(default_factory=lambda: time.monotonic())
     _buffers: dict[str, tuple[Tensor, int, Tensor]] = field(default_factory=dict)  # itself, its version, a copy
@@ -110,10 +120,18 @@ class Autosave:
         self.note(step, extra)
         due = bool(self.every) and step % self.every == 0
         late = bool(self.seconds) and time.monotonic() - self._saved_at >= self.seconds
-        due, self.stopping = any_rank(self.model, (due or late, self.stopping))
-        if due or self.stopping:
+        due, self._stops = any_rank(self.model, (due or late, self.stopping))
+        if due or self._stops:
             self.save()
-        return not self.stopping
+        if signal.SIGINT in self.signals:
+            finish_saving(self.folder)
+            raise KeyboardInterrupt
+        return not self._stops
+
+    @property
+    def stopping(self) -> bool:
+        """True if the training should end, as a signal has come."""
+        return self._stops or bool(self.signals)
 
     def note(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
         """Notes that a step has ended: what an error after it would save. ``after`` does so too."""
@@ -124,6 +142,7 @@ class Autosave:
         states = {name: copy.deepcopy(state) for name, state in module_states(self.model)}
         self._last = replace(now, tensors=tensors, groups=tuple(map(_copied_group, groups)), module_states=states)
         self._copy_buffers()
+        self._steps = steps_in_backward(self.model)
         watched = () if updates_in_backward(self.model) else tuple(nn.Module.parameters(self.model))
         self._kept = [(t, t._version) for t in (*tensors, *watched) if isinstance(t, Tensor)]
         self._writes = DataWrites(watched)
@@ -156,6 +175,8 @@ class Autosave:
             self._saved_step = None
         if self._last is None or self._last.step == self._saved_step:
             return
+        if steps_in_backward(self.model) != self._steps:  # Ctrl-C has ended a step
+            self._whole = False
         step, outcome = self._last.step, "was saved"
         if not self._whole:
             outcome = "is not saved: the optimizer has begun another step"
@@ -196,16 +217,3 @@ class Autosave:
 def _copied_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a group of the optimizer, as they are now."""
     return {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
-
-
-@contextlib.contextmanager
-def _ends_at_sigterm(saver: Autosave) -> Iterator[None]:
-    def stop(*_: Any) -> None:
-        saver.stopping = True
-        signal.signal(signal.SIGTERM, before)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

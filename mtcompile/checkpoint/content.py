@@ -258,6 +258,11 @@ def updates_in_backward(model: nn.Module) -> bool:
     return any(compiled.options.updates is not None for compiled in _compiled(model))
 
 
+def steps_in_backward(model: nn.Module) -> int:
+    """Returns how many steps the backwards of compiled models have made, where they update parameters."""
+    return sum(compiled.door.wholeness.steps for compiled in _compiled(model) if compiled.options.updates is not None)
+
+
 def module_states(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields what modules save beside parameters and buffers (``get_extra_state``), by its name in the state dictionary."""
     for name, module in model.named_modules():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import typer
 from mtcompile.cli.common import FINE, INTERRUPTED
 from mtcompile.cli.config_file import set_defaults
 from mtcompile.cli.options import Json, RecipeOptions, values
+from mtcompile.reading import signals_noted
 
 if TYPE_CHECKING:
     from mtcompile.trainer.jobs import Job
@@ -70,7 +72,7 @@ def train(
     with _stopping() as stop, _reporting(job, as_json) as report:
         summary = run(job, report, stop)
     if not job.together.rank:
-        print(json.dumps(asdict(summary), indent=1) if as_json else _lines(summary))
+        _say(json.dumps(asdict(summary), indent=1) if as_json else _lines(summary), sys.stdout)
     raise typer.Exit(INTERRUPTED if summary.interrupted else FINE)
 
 
@@ -78,27 +80,9 @@ def train(
 def _stopping() -> Iterator[Callable[[], bool]]:
     """Lets the first Ctrl-C or SIGTERM end the training after the current step, the second at once. Yields whether there was a
     first."""
-    interrupted = False
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def interrupt(*_: Any) -> None:
-        nonlocal interrupted
-        interrupted = True
-        restore()
-        print(
-            "\nmtcompile train: stopping after this step; Ctrl-C again stops now",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: interrupted
-    finally:
-        restore()
+    text = "\nmtcompile train: stopping after this step; Ctrl-C again stops now"
+    with signals_noted({signal.SIGINT: text, signal.SIGTERM: text}) as noted:
+        yield lambda: bool(noted)
 
 
 @contextlib.contextmanager
@@ -118,7 +102,7 @@ def _reporting(job: Job, as_json: bool) -> Iterator[Callable[[Row | Evaluation, 
     columns = (BarColumn(8), MofNCompleteColumn(), TextColumn("{task.fields[row]}"), TimeRemainingColumn(compact=True))
     every = max(1, job.steps // 20)
     if job.about:
-        print(job.about, file=out, flush=True)
+        _say(job.about, out)
     with Progress(*columns, console=console, disable=not out.isatty()) as bar:
         task = bar.add_task("training", total=job.steps, row="capturing and planning the first step")
 
@@ -133,9 +117,17 @@ def _reporting(job: Job, as_json: bool) -> Iterator[Callable[[Row | Evaluation, 
             if out.isatty():
                 bar.print(line, markup=False, highlight=False, soft_wrap=True)
             else:
-                print(line, file=out, flush=True)
+                _say(line, out)
 
         yield report
+
+
+def _say(text: str, out: Any) -> None:
+    """Prints text. If nobody reads it any more, as after Ctrl-C in a pipe, the training goes on without."""
+    try:
+        print(text, file=out, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def _line(row: Row, model: Any) -> str:

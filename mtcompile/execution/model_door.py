@@ -307,6 +307,7 @@ class ModelDoor(Door):
         with self.updates.running():
             yield
         self.updates.end_backward()
+        self.updates.loop.let_interrupt_through()
 
     def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         if self.masters is not None:

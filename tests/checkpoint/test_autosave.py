@@ -77,6 +77,32 @@ def test_sigterm_saves_and_ends_it(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before and goes_on(tmp_path, 5) == 3
 
 
+@pytest.mark.parametrize("way", [None, AHEAD], ids=["plain", "run ahead"])
+@pytest.mark.parametrize("where", ["forward", "step"])
+def test_ctrl_c_saves_the_current_step(way: dict[str, Any] | None, where: str, tmp_path: Path) -> None:
+    seeded()
+    run, step = Run(way), 0
+
+    def interrupt(*_: Any) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    if where == "step":
+        run.optimizer.register_step_pre_hook(interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), autosaved(run, tmp_path) as saver:
+            for step in range(1, 9):
+                if where == "forward":
+                    interrupt()
+                run.step()
+                saver.after(step)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert step == 3 and goes_on(tmp_path, 5) == 3
+
+
 class Fault(Exception):
     pass
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -354,6 +355,61 @@ def test_interrupts_by_the_clock(way: str) -> None:
         else:
             training.optimizer.step()
     assert interrupts > 20
+
+
+@pytest.mark.parametrize("way", ["backward", pytest.param("ahead", marks=pytest.mark.long), "clipped ahead"])
+def test_ctrl_c_at_any_time_leaves_a_whole_step(way: str, request: pytest.FixtureRequest) -> None:
+    """Updates in the backward end first. The next step has the bits of a run without an interrupt."""
+    training, drawn, left = training_of(way), random.Random(0), set[str]()
+    main = threading.main_thread().ident
+    assert main is not None
+    training.restore()
+    began = time.perf_counter()
+    training.step()
+    took = time.perf_counter() - began
+    training.step()
+    beyond = training.state()
+    for _ in range(100 if request.config.getoption("-m") == "long" else 25):
+        training.restore()
+        timer = threading.Timer(drawn.random() * took, signal.pthread_kill, (main, signal.SIGINT))
+        with contextlib.suppress(KeyboardInterrupt):
+            timer.start()
+            training.step()
+            timer.join()
+            time.sleep(0.002)
+        timer.join()
+        state = weights_of(training.state())
+        ended = equal(state, weights_of(training.after))
+        assert ended or equal(state, weights_of(training.saved))
+        left.add("after" if ended else "before")
+        if ended:
+            training.optimizer.zero_grad()
+            torch.set_rng_state(training.after["rng"])
+            training.step()
+            assert equal(weights_of(training.state()), weights_of(beyond))
+    assert "after" in left
+
+
+def test_a_second_ctrl_c_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, run, seen = training_of("backward"), CpuMemory.run, []
+
+    def interrupted(memory: CpuMemory, *arguments: Any) -> None:
+        run(memory, *arguments)
+        if (
+            threading.current_thread() is threading.main_thread()
+            and not seen
+            and training.model._mt_model.door.updates.has_updated
+        ):
+            seen.append(1)
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    training.restore()
+    monkeypatch.setattr(CpuMemory, "run", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    if raises(training, KeyboardInterrupt):
+        check(training)
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_thread_that_never_began_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ that all code is noticed which reads, scales, clips, replaces or clears it, or f
     bind(another)         binds               refused                        binds
     load_state_dict       loads               spoils until both are loaded   loads
     state_dict            saves               refused                        saves
+    Ctrl-C                is raised           ends the step, is raised       is raised
 
 If gradients are cleared or replaced before ``step()``, plain PyTorch does not use them, but the backward already has. If
 weights or state are changed before ``step()``, plain PyTorch updates the changed ones, but the backward has updated the old
@@ -36,6 +37,7 @@ from torch import nn
 from mtcompile import torch_private
 from mtcompile.errors import StepError
 from mtcompile.optim.wholeness import Versions, Wholeness, is_running, parameters_of, versions_of
+from mtcompile.reading import HeldInterrupts
 from mtcompile.references import weakly
 from mtcompile.torch_private import UsedGradient
 
@@ -54,6 +56,7 @@ class Loop:
 
     def __init__(self, wholeness: Wholeness, check_step: Callable[[torch.optim.Optimizer], None]) -> None:
         self.stepped = True
+        self.interrupts = HeldInterrupts()  # from a backward's begin to the end of its step
         self._wholeness, self._check_step = wholeness, check_step
         self._used: Mapping[str, nn.Parameter] = {}  # whose gradients the last backward has used
         self._left: Versions | None = None  # of weights and state after it, if updates have ended
@@ -94,6 +97,7 @@ class Loop:
 
     def release(self) -> None:
         """Forgets the parameters."""
+        self.interrupts.release()
         self._used, self._hidden, self._writes = {}, [], None
 
     # ------------------------------------------------------------------------------------------------- events of the model
@@ -102,6 +106,7 @@ class Loop:
     def call(self) -> Iterator[None]:
         """Surrounds a call of the model, which sees no gradients that have been used: a capture would look at them. Raises
         StepError between a backward and its step: in plain PyTorch, this call sees the weights before the step."""
+        self.interrupts.release()  # of a step that nobody has ended
         self._check_stepped("the model was called", 'Call it after step(), or use update="step"')
         hidden = self._hide()
         try:
@@ -167,6 +172,18 @@ class Loop:
                 self._left = versions_of(self._optimizer)
                 self._writes = torch_private.DataWrites(self._used.values())
 
+    def let_interrupt_through(self) -> None:
+        """Raises a Ctrl-C that came among the updates of the backward, which have ended or are under way: its step then is the
+        last one, as if ``step()`` and ``zero_grad()`` had been called."""
+        try:
+            self.interrupts.let_through()
+        except BaseException:
+            for parameter in self._used.values():
+                parameter.grad = None
+            self.stepped, self._used, self._writes = True, {}, None
+            self.interrupts.release()
+            raise
+
     def before_loading(self, *_: Any) -> None:
         """Notes that weights or state are loaded. Between a backward and its step, the one without the other is of no step."""
         if not self.stepped:
@@ -202,7 +219,11 @@ class Loop:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
-            self._begin_step(optimizer)
+            try:
+                self._begin_step(optimizer)
+            except BaseException:
+                self.interrupts.release()
+                raise
             return None
 
         @functools.wraps(closure)
@@ -235,6 +256,7 @@ class Loop:
     def _after_step(self, *_: Any) -> None:
         _show(self._hidden)
         self._hidden, self.stepped = [], True
+        self.interrupts.release()
 
     def _hide(self) -> list[tuple[nn.Parameter, UsedGradient]]:
         hidden = [(p, p.grad) for p in self._used.values() if isinstance(p.grad, UsedGradient)]

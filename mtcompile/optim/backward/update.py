@@ -53,7 +53,7 @@ class UpdatesInBackward:
         self.options, self.masters, self._wholeness = options, masters, wholeness
         if masters is not None:
             masters.spared = 0 if where.type == "cpu" else _ISSUING
-        self.model = weakref.ref(model)
+        self.model, self._where = weakref.ref(model), where
         self.optimizer: torch.optim.Optimizer | None = None
         self.disk: DiskState | None = None
         self.shares: Shares | None = None
@@ -168,6 +168,8 @@ class UpdatesInBackward:
         _, updated = self._updated()
         trained = {name for name, tensor in inputs.items() if id(tensor) in updated and tensor.requires_grad}
         check_memory(inputs, trained)
+        if trained and self._where.type != "cpu":  # whose backward runs in another thread, where nothing can be held back
+            self.loop.interrupts.hold()
         return bool(trained)
 
     def begin_backward(
@@ -254,10 +256,12 @@ class UpdatesInBackward:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Notes whatever a backward raises, and ends what its updates have under way then. If none of it has been written, the
-        model is as before the backward."""
+        model is as before the backward. Ctrl-C waits until all updates have ended; a second one does not."""
+        self.loop.interrupts.hold()
         try:
             yield
         except BaseException as error:
+            self.loop.interrupts.forget()
             self.settle()
             if self._backward is not None and not self._backward.undo():
                 tell_what_changed(error)
