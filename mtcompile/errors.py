@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from mtcompile import knobs
+from mtcompile.reading import printable
 
 P = ParamSpec("P")
 V = TypeVar("V")
@@ -28,7 +29,10 @@ def nearest_file(path: str | Path) -> str:
 
 
 class MtcompileError(RuntimeError):
-    """The base of all errors of this package, except those of a disk, which are OSErrors."""
+    """The base of all errors of this package, except those of a disk, which are OSErrors. Names in them may be from files."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class CaptureError(MtcompileError):

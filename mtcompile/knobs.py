@@ -4,8 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 import os
 from collections.abc import Iterator
+
+
+def _number(name: str, default: float) -> float:
+    value = os.environ.get(name, "") or default
+    try:
+        number = float(value)
+    except ValueError:
+        raise ValueError(f"expected {name} to be a number, such as {default:g}, found {value!r}") from None
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"expected {name} to be a number of 0 or more, found {value!r}")
+    return number
+
+
+def _whole(name: str, default: int) -> int:
+    value = os.environ.get(name, "") or str(default)
+    if not value.isascii() or not value.isdigit():
+        raise ValueError(f"expected {name} to be a whole number of 0 or more, such as {default or 1}, found {value!r}")
+    return int(value)
 
 
 def check() -> bool:
@@ -31,13 +50,13 @@ def host_check() -> bool:
 def disk_slowdown() -> float:
     """MT_DISK_SLOWDOWN=n: refuse plans whose step takes more than n times what it would with a disk that costs no time (default
     10); 0: never."""
-    return float(os.environ.get("MT_DISK_SLOWDOWN", "") or 10)
+    return _number("MT_DISK_SLOWDOWN", 10.0)
 
 
 def disk_days() -> float:
     """MT_DISK_DAYS=n: refuse plans that write a drive as often as it is rated for in fewer days than n (default 1); 0:
     never."""
-    return float(os.environ.get("MT_DISK_DAYS", "") or 1)
+    return _number("MT_DISK_DAYS", 1.0)
 
 
 def disk_direct() -> bool | None:
@@ -56,12 +75,12 @@ def disk_spare() -> str:
 
 def check_seed() -> int:
     """MT_CHECK_SEED: seed of the random delays of MT_CHECK (default 0)."""
-    return int(os.environ.get("MT_CHECK_SEED", "0"))
+    return _whole("MT_CHECK_SEED", 0)
 
 
 def debug() -> int:
     """MT_DEBUG=0..3: 1 prints the plan, 2 the schedule, 3 the step graph after each pass; commands show tracebacks."""
-    return int(os.environ.get("MT_DEBUG", "0") or 0)
+    return _whole("MT_DEBUG", 0)
 
 
 def trace() -> bool:
@@ -115,17 +134,17 @@ def cache() -> str:
 
 def processes() -> int:
     """WORLD_SIZE, which torchrun sets: how many processes it has started."""
-    return int(os.environ.get("WORLD_SIZE", "") or 1)
+    return _whole("WORLD_SIZE", 1)
 
 
 def process_here() -> int:
     """LOCAL_RANK, which torchrun sets: the number of this process among those of its machine."""
-    return int(os.environ.get("LOCAL_RANK", "") or 0)
+    return _whole("LOCAL_RANK", 0)
 
 
 def ranks_timeout() -> float:
     """MT_RANKS_TIMEOUT=n: how many seconds a rank waits for the others before it gives up (default 600)."""
-    return float(os.environ.get("MT_RANKS_TIMEOUT", "") or 600)
+    return _number("MT_RANKS_TIMEOUT", 600.0)
 
 
 def ranks_share() -> bool:
@@ -173,6 +192,11 @@ def products_in_one_order() -> bool:
 def kvikio_reads_at_once(count: int) -> None:
     """Lets kvikio, if it is imported after this, read so many pieces at once, unless the user has said how many."""
     os.environ.setdefault("KVIKIO_NTHREADS", str(count))
+
+
+def panics_in_one_line() -> None:
+    """Lets libraries in Rust tell of a panic without a backtrace, whatever the user's RUST_BACKTRACE says."""
+    os.environ["RUST_BACKTRACE"] = "0"
 
 
 def allocator_is_the_users() -> bool:

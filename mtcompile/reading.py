@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import secrets
 import signal
 import stat
 import sys
@@ -18,6 +20,9 @@ from typing import Any
 MANY_NBYTES = 1 << 28  # of a file that programs write
 FEW_NBYTES = 1 << 20  # of a file that people write
 _PIECE_NBYTES = 1 << 20
+_MOST_REASON = 200  # characters of a library's
+# C0 and C1 without tab and line feed, separators of lines, marks and overrides of direction, lone surrogates
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
 
 def read_bytes(path: Path, most_nbytes: int = MANY_NBYTES) -> bytes:
@@ -50,6 +55,42 @@ def regular_nbytes(path: Path) -> int:
     about = os.stat(path)
     _check(path, about)
     return about.st_size
+
+
+def printable(text: object) -> str:
+    """Returns text as it may be printed: what comes from files may hold characters that move the cursor, clear the screen, set
+    the title or turn the direction of writing; they become their escapes, such as ``\\x1b``. Lines and tabs stay."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), str(text))
+
+
+@contextlib.contextmanager
+def panics_as_errors(what: str) -> Iterator[None]:
+    """Makes a ValueError of a panic of a library in Rust, which no ``except Exception`` catches. ``what``: it was to read."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        reason = printable(str(error).strip().partition("\n")[0])[:_MOST_REASON]
+        raise ValueError(f"expected {what} that can be used, found that its library fails on it: {reason}") from None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Tells whether an error is a panic of a library in Rust."""
+    return type(error).__name__ == "PanicException"
+
+
+def write_replacing(path: Path, text: str) -> None:
+    """Writes a file in place of what has its name. A link there is replaced, not followed. Raises OSError."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    try:
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
 
 
 def _check(path: Path, about: os.stat_result) -> None:

@@ -27,6 +27,7 @@ from mtcompile.capture.methods import TracedMethods
 from mtcompile.capture.refusals import (
     RUNS_A_BACKWARD,
     NotOneGraph,
+    check_memory_error,
     may_part,
     not_captured,
     not_compiled,
@@ -154,6 +155,7 @@ def front_end(
         except torch_private.OtherValues:
             raise
         except Exception as error:
+            check_memory_error(error)
             cause = torch_private.cause_in_dynamo(error)
             if cause is None and not torch_private.raised_in_capture(error):
                 raise

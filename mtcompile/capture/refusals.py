@@ -13,6 +13,7 @@ from torch import fx, nn
 from mtcompile import knobs, torch_private
 from mtcompile.errors import CaptureError, MtcompileError
 from mtcompile.passes.joint.batch.joining import Micro
+from mtcompile.reading import printable
 
 _DATA = (
     "expected shapes and Python values that do not depend on what tensors hold; try torch.where or a tensor operation at "
@@ -140,7 +141,9 @@ def _also(raised: type[BaseException] | None) -> type[CaptureError]:
 
 
 def not_compiled(error: BaseException, doing: str, place: str = "") -> CaptureError:
-    """Returns the error for what went wrong while a captured step was traced, planned or measured."""
+    """Returns the error for what went wrong while a captured step was traced, planned or measured. Raises MemoryError if memory
+    ran out."""
+    check_memory_error(error)
     reason = f"{type(error).__name__}: {first_line(error)}"
     tip = _DATA if re.search(_ASKS_VALUES, reason) else _UNTRACED
     where = place_in(str(error)) or place
@@ -215,13 +218,26 @@ def with_place(error: MtcompileError, report: BaseException) -> MtcompileError:
     return CaptureError(text)
 
 
+def check_memory_error(error: BaseException) -> None:
+    """Raises MemoryError if memory ran out, whatever other errors are around that."""
+    around: BaseException | None = error
+    while around is not None:
+        text = str(around)
+        if isinstance(around, MemoryError) or (isinstance(around, RuntimeError) and "can't allocate memory" in text):
+            raise MemoryError(
+                f"memory ran out while the step was captured and planned ({first_line(around)}): expected some to be free on "
+                "the host; free some, or raise the limit of this process (ulimit -v, control groups)"
+            ) from None
+        around = around.__cause__ or around.__context__
+
+
 def refuse(refusal: MtcompileError, error: BaseException) -> NoReturn:
     """Raise ``refusal`` in place of ``error``, which is chained under MT_DEBUG."""
     raise refusal from (error if knobs.debug() else None)
 
 
 def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return printable(next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__))
 
 
 def lazy_modules_in(model: nn.Module, where: torch.device) -> Mapping[nn.Module, str]:

@@ -7,8 +7,8 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import stat
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,11 @@ def may_be_added(name: str) -> bool:
 
 def unfinished(folder: Path, name: str) -> Path:
     """Makes an empty folder for a checkpoint that is not whole yet, or is no longer. Later saves delete what is left of it."""
-    return Path(tempfile.mkdtemp(prefix=f".{name}.unfinished-", dir=folder))
+    while True:  # tempfile's would be the user's alone, whatever the umask
+        new = folder / f".{name}.unfinished-{secrets.token_hex(4)}"
+        with contextlib.suppress(FileExistsError):
+            new.mkdir()
+            return new
 
 
 def checksum(path: Path) -> str:

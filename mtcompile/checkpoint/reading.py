@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import os
 import warnings
 from collections import defaultdict
@@ -30,14 +31,16 @@ from mtcompile.checkpoint.encoding import decoded
 from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
 from mtcompile.checkpoint.generators import check_generator_states, set_generator_states
 from mtcompile.checkpoint.saving import wait_for_saving
-from mtcompile.checkpoint.shards import INDEX
+from mtcompile.checkpoint.shards import INDEX, check_names
 from mtcompile.errors import CheckpointError, StepError
 from mtcompile.optim.master_weights import MASTER, without_masters
 from mtcompile.optim.training_state import numbered
-from mtcompile.reading import interrupts_later
+from mtcompile.reading import interrupts_later, panics_as_errors
 from mtcompile.runtime.devices.arena import overlaps
 
 _PARTS = ("model", "optimizer", "generators", "others", "extra")
+_NOT_NEGATIVE = ("lr", "initial_lr", "eps", "weight_decay", "betas", "momentum", "alpha")
+_MOST_OPTION_NUMBERS = 1000
 _LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum", "master")
 
 
@@ -258,7 +261,8 @@ def _tensors(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
     for name in names:
         if name not in manifest.files:
             raise ValueError(f"expected {name} in the manifest")
-        with interrupts_later():  # it only maps the file
+        check_names(folder / name)
+        with panics_as_errors("a safetensors file"), interrupts_later():  # it only maps the file
             tensors |= load_file(folder / name)
     return tensors
 
@@ -342,24 +346,38 @@ def _compare_optimizer(path: Path, optimizer: torch.optim.Optimizer, saved: Any)
             raise CheckpointError(f"{path}: the optimizer has its parameters in another order than {_first(list(names))}")
     for saved_group, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         for key in sorted(set(group) - {"params", "param_names"}):
-            if not _alike(saved_group[key], group[key]):
+            if not _alike(saved_group[key], group[key]) or not _possible(key, saved_group[key]):
                 raise CheckpointError(f"{path}: expected {key} to be like {group[key]!r:.80}, found {saved_group[key]!r:.80}")
     for number, entry in states.items():
         shape = tuple(parameters[number].shape) if number in parameters else None
         for key, value in entry.items():
+            if key == "step" and not (isinstance(value, (int, float, Tensor)) and _possible("lr", value)):
+                raise CheckpointError(f"{path}: expected step of parameter {number} to be 0 or more, found {value!r:.80}")
             if key in _LIKE_PARAMETERS and value is not None and (not isinstance(value, Tensor) or tuple(value.shape) != shape):
                 about = f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the value {value!r:.80}"
                 raise CheckpointError(f"{path}: {key} of parameter {number} has {about}, expected the shape {shape}")
 
 
 def _alike(saved: Any, own: Any) -> bool:
-    """Tells whether options of an optimizer are of one kind: numbers, text, or as many of them. None stands for any."""
+    """Tells whether options of an optimizer are of one kind: numbers, text, or as many of them. An option of None may be any,
+    and one that is on or off may be None, which leaves it to torch."""
     if saved is None or own is None:
-        return True
+        return own is None or isinstance(own, bool)
     if isinstance(own, (list, tuple)):
         return isinstance(saved, (list, tuple)) and len(saved) == len(own) and all(map(_alike, saved, own))
     kinds = ((int, float, Tensor), str, dict)
     return any(isinstance(saved, kind) and isinstance(own, kind) for kind in kinds) or not isinstance(own, kinds)
+
+
+def _possible(key: str, value: Any) -> bool:
+    """Tells whether an option's numbers are finite and, for those that torch wants so, not below 0."""
+    if isinstance(value, (list, tuple)):
+        return all(_possible(key, each) for each in value)
+    if isinstance(value, Tensor):
+        return value.is_meta or all(_possible(key, each) for each in value.detach().flatten()[:_MOST_OPTION_NUMBERS].tolist())
+    if not isinstance(value, (int, float)):
+        return True
+    return math.isfinite(value) and (value >= 0 or key not in _NOT_NEGATIVE)
 
 
 def _rehearse(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

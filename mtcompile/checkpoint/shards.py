@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,13 @@ from torch import Tensor
 from mtcompile.capture.refusals import first_line
 from mtcompile.checkpoint.files import regular
 from mtcompile.errors import CheckpointError
-from mtcompile.reading import interrupts_later
+from mtcompile.reading import interrupts_later, panics_as_errors
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
 _NAMES = ("model", "adapter_model", "diffusion_pytorch_model")  # that libraries give weights, the first wins
 _MOST_INDEX_NBYTES = 1 << 28
+_MOST_HEADER_NBYTES = 100_000_000  # as the library has it
 _PIECE_NBYTES = 1 << 22
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool,
@@ -152,14 +154,39 @@ def _indexed(index: Path) -> dict[Path, set[str]]:
     return {regular(file, linked=True): files[file] for file in sorted(files)}
 
 
+def check_names(path: Path) -> None:
+    """Raises CheckpointError if a file's header has a name twice: libraries differ in which of the two tensors they take."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise ValueError(f"expected each name once, found {twice!r} twice")
+        return fields
+
+    try:
+        with path.open("rb") as file:
+            nbytes = int.from_bytes(file.read(8), "little")
+            if nbytes > _MOST_HEADER_NBYTES:
+                raise ValueError(f"expected a header of at most {_MOST_HEADER_NBYTES:,} bytes, found {nbytes:,}")
+            json.loads(file.read(nbytes), object_pairs_hook=once)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be used: {first_line(error)}") from None
+
+
 def _header(path: Path) -> dict[str, StoredTensor]:
     """Returns the tensors of one file. The library raises for a header of more than 100 MB, one that names bytes which the file
     has not, and tensors that overlap or leave gaps: so each begins where the one before it ends, and the last with the file."""
     from safetensors import safe_open
 
     tensors = {}
+    check_names(path)
     try:
-        with interrupts_later(), safe_open(path, framework="pt", backend="pread") as file:
+        with (
+            panics_as_errors("a safetensors file"),
+            interrupts_later(),
+            safe_open(path, framework="pt", backend="pread") as file,
+        ):
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
             places = [(name, str(each.get_dtype()), tuple(each.get_shape())) for name, each in slices.items()]
             del slices

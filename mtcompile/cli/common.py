@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from typer.core import TyperGroup
 from mtcompile import knobs, progress
 from mtcompile.cli.options import StepOptions, values
 from mtcompile.errors import BudgetError, MtcompileError, StepError
+from mtcompile.reading import is_panic, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,25 +43,51 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             try:
-                with _quiet():
+                if not knobs.debug():
+                    knobs.panics_in_one_line()
+                with _quiet(), _printable_warnings():
                     return super().invoke(ctx)
             finally:
                 sys.stdout.flush()  # a full disk is noticed here, not after the exit code has been given
-        except Exception as error:
-            if isinstance(error, (typer.Abort, BrokenPipeError)) or hasattr(error, "exit_code") or knobs.debug():
+        except KeyboardInterrupt:
+            print(f"{_name(ctx)}: interrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            if isinstance(error, (typer.Abort, BrokenPipeError)) or hasattr(error, "exit_code") or _debugged():
                 raise
             sentence, code = sentence_and_code(error)
             if isinstance(error, OSError):
                 _drop_output()
-            print(f"{_name(ctx)}: {sentence}", file=sys.stderr)
+            print(f"{_name(ctx)}: {printable(sentence)}", file=sys.stderr)
             raise typer.Exit(code) from None
-        except KeyboardInterrupt:
-            print(f"{_name(ctx)}: interrupted", file=sys.stderr)
-            raise typer.Exit(INTERRUPTED) from None
 
 
 def _name(context: Any) -> str:
     return f"mtcompile {context.invoked_subcommand or ''}".rstrip()
+
+
+def _debugged() -> bool:
+    try:
+        return bool(knobs.debug())
+    except ValueError:  # which is the error
+        return False
+
+
+@contextlib.contextmanager
+def _printable_warnings() -> Iterator[None]:
+    """Lets warnings print what may be printed: names in them may be from files."""
+    before = warnings.formatwarning
+
+    def formatted(message: Warning | str, *place: Any, **options: Any) -> str:
+        return printable(before(message, *place, **options))
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 @contextlib.contextmanager
@@ -74,10 +102,15 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def sentence_and_code(error: Exception) -> tuple[str, int]:
+def sentence_and_code(error: BaseException) -> tuple[str, int]:
     """Returns what an error says to a user, and the exit code."""
     if isinstance(error, BudgetError):
         return str(error), DOES_NOT_FIT
+    if isinstance(error, MemoryError):
+        return str(error) or "memory ran out: expected some to be free on the host; free some", DOES_NOT_FIT
+    if is_panic(error):
+        reason = str(error).strip().partition("\n")[0][:200]
+        return f"expected files that can be used, found that the library which reads one fails on it: {reason}", WRONG
     if isinstance(error, StepError):
         return str(error), FAILED
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -20,7 +20,7 @@ import numpy as np
 from mtcompile import progress
 from mtcompile.capture.refusals import first_line
 from mtcompile.data.records import Record
-from mtcompile.reading import FEW_NBYTES, read_text
+from mtcompile.reading import FEW_NBYTES, panics_as_errors, read_text
 
 TooLong = Literal["stop", "cut", "drop"]
 _MARK = "\ue000"  # a character for private use, which no record should have
@@ -72,7 +72,8 @@ def load_tokenizer(folder: Path, chat_template: Path | None = None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        with panics_as_errors("a tokenizer"):
+            tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ValueError(f"expected a tokenizer in {folder}, found one that cannot be loaded: {first_line(error)}") from error
     if not getattr(tokenizer, "is_fast", False):

@@ -18,7 +18,7 @@ from typing import Any
 
 from mtcompile.capture.refusals import first_line
 from mtcompile.data.files import files_of, text_of
-from mtcompile.reading import read_bytes, regular_nbytes
+from mtcompile.reading import printable, read_bytes, regular_nbytes
 
 _MOST_LINE_NBYTES = 1 << 26
 _MOST_LIST_NBYTES = 1 << 30  # Python's objects take several times as much
@@ -62,7 +62,7 @@ def read_records(paths: Sequence[Path]) -> Iterator[Record]:
             if empty:
                 raise ValueError(f"{file}: expected records, found none")
         elif text := text_of(file, strict=file in paths).decode():
-            yield Record(str(file), text)
+            yield Record(printable(file), text)
         elif file in paths:
             raise ValueError(f"{file}: expected text, found an empty file")
 
@@ -70,7 +70,7 @@ def read_records(paths: Sequence[Path]) -> Iterator[Record]:
 def _lines(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open("rb") as opened:
         for number in itertools.count(1):
-            place = f"{file}, line {number}"
+            place = f"{printable(file)}, line {number}"
             line = opened.readline(_MOST_LINE_NBYTES + 1)
             if not line:
                 return
@@ -81,10 +81,10 @@ def _lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _list(file: Path) -> Iterator[tuple[str, Any]]:
-    values = _parsed(read_bytes(file, _MOST_LIST_NBYTES), str(file), "one object per line belongs into a .jsonl file")
+    values = _parsed(read_bytes(file, _MOST_LIST_NBYTES), printable(file), "one object per line belongs into a .jsonl file")
     if not isinstance(values, list):
         raise ValueError(f"{file}: expected a list of records, found {_kind(values)}")
-    yield from ((f"{file}, record {number}", value) for number, value in enumerate(values, 1))
+    yield from ((f"{printable(file)}, record {number}", value) for number, value in enumerate(values, 1))
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
@@ -99,7 +99,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
             for batch in opened.iter_batches(_PARQUET_ROWS):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{file}, row {number}", {name: value for name, value in row.items() if value is not None}
+                    yield f"{printable(file)}, row {number}", {name: value for name, value in row.items() if value is not None}
     except ArrowException as error:
         raise ValueError(f"{file}: expected a Parquet file, found: {error}") from None
 
@@ -131,10 +131,10 @@ def record_of(value: Any, place: str) -> Record:
                 return Record(place, text)
             _check_conversation(text, place)
             return Record(place, messages=tuple(text), tools=tools)
-    names = ", ".join(value) or "none"
+    names = printable(", ".join(map(str, value))) or "none"
     known = sorted({field for fields, _ in _FORMS for field in fields})
     meant = {name: close[0] for name in value if (close := difflib.get_close_matches(str(name).lower(), known, 1, 0.7))}
-    step = "".join(f"; did you mean {right} by {name}?" for name, right in meant.items() if name != right)
+    step = "".join(f"; did you mean {right} by {printable(name)}?" for name, right in meant.items() if name != right)
     forms = "; ".join(" and ".join(fields) for fields, _ in _FORMS)
     raise ValueError(f"{place}: expected the fields of one form ({forms}), found {names}{step or ': rename the fields'}")
 
@@ -216,7 +216,8 @@ def _items(value: Mapping[str, Any], field: str, place: str) -> list[Any]:
 
 def _string(value: Mapping[str, Any], field: str, place: str, joint: str = ": ") -> str:
     if field not in value:
-        raise ValueError(f"{place}{joint}{field}: expected text, found no such field among {', '.join(value) or 'none'}")
+        fields = printable(", ".join(value)) or "none"
+        raise ValueError(f"{place}{joint}{field}: expected text, found no such field among {fields}")
     text = value[field]
     if not isinstance(text, str):
         raise ValueError(f"{place}{joint}{field}: expected text, found {_kind(text)}")

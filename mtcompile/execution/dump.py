@@ -9,6 +9,7 @@ from mtcompile import knobs
 from mtcompile.execution.compiled import CompiledStep
 from mtcompile.passes import rewrite
 from mtcompile.passes.step_graph import listing
+from mtcompile.reading import write_replacing
 
 
 def dump(compiled: CompiledStep) -> None:
@@ -24,6 +25,6 @@ def dump(compiled: CompiledStep) -> None:
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         name = f"program{len(list(Path(folder).glob('*.plan.json')))}-{os.getpid()}"
-        Path(folder, f"{name}.plan.json").write_text(compiled.plan.to_json(indent=1))
-        Path(folder, f"{name}.schedule.json").write_text(compiled.schedule.to_json(indent=1))
-        Path(folder, f"{name}.step.txt").write_text(listing(compiled.step))
+        write_replacing(Path(folder, f"{name}.plan.json"), compiled.plan.to_json(indent=1))
+        write_replacing(Path(folder, f"{name}.schedule.json"), compiled.schedule.to_json(indent=1))
+        write_replacing(Path(folder, f"{name}.step.txt"), listing(compiled.step))

@@ -19,6 +19,8 @@ from mtcompile.models.decoders import SHAPES, fake
 from mtcompile.reading import FEW_NBYTES, parsed_json, read_text
 
 _MOST_LAYERS = 10_000  # more would be built for minutes before anything is said
+_MOST_COUNT = 1_000_000
+_COUNTS = re.compile(r"labels$|experts$|heads$|groups$|_types$|^n_head$|^n_labels$")
 _LAYERS = re.compile(r"(?<!max_window_)layers?$|num_.*layers|blocks$|depth$")
 ModelAndData = tuple[nn.Module, Mapping[str, Any]]  # and the keyword arguments of its call
 
@@ -169,6 +171,10 @@ def configuration(path: Path, **defaults: Any) -> tuple[Any, torch.dtype | None]
     except Exception as error:  # a field of the wrong type has an exception of its own
         text = first_line(error)
         raise ValueError(f"expected a Hugging Face config file with a model_type, found {path}: {text}") from None
+    of_text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for field in ("vocab_size", "attention_chunk_size"):
+        if (value := getattr(of_text, field, None)) is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{path}: {field}: expected a whole number above 0, found {value!r:.80}")
     name = fields.get("dtype") or fields.get("torch_dtype")
     if name not in (None, "float64", "float32", "bfloat16", "float16"):
         raise ValueError(f"{path}: expected a dtype of floating-point numbers, such as bfloat16, found {name!r}")
@@ -188,6 +194,8 @@ def _local(fields: Any) -> Any:
             raise ValueError(f"{name}: expected an implementation by name, such as 'sdpa', found {value!r}, which is fetched")
         if name in ("pretrained", "use_pretrained_backbone") and value:
             raise ValueError(f"{name}: expected false, found {value!r}: nothing is fetched")
+        if _COUNTS.search(name) and isinstance(value, (int, float)) and value > _MOST_COUNT:
+            raise ValueError(f"{name}: expected at most {_MOST_COUNT:,}, found {value:.3g}: an entry is made for each")
         if _LAYERS.search(name) and isinstance(value, (int, float)) and value > _MOST_LAYERS:
             raise ValueError(f"{name}: expected at most {_MOST_LAYERS:,}, found {value:.3g}: each is built before the plan")
     return {name: _local(value) for name, value in fields.items() if name not in ("auto_map", "trust_remote_code")}

@@ -21,7 +21,7 @@ from mtcompile.data.windows import Windows, read_tokens
 from mtcompile.machine.device import choose
 from mtcompile.models.loading import configuration, language_model, returning_loss
 from mtcompile.models.pretrained import from_pretrained
-from mtcompile.reading import read_bytes
+from mtcompile.reading import panics_as_errors, read_bytes
 from mtcompile.trainer.recipe import Recipe, check, check_resumed
 from mtcompile.trainer.together import ALONE, RowsOfRank, Together, device_of_rank, join
 
@@ -99,7 +99,7 @@ def _rows(recipe: Recipe, folder: Path) -> Rows:
     """Reads the data, as tokens of the folder's tokenizer. Raises ValueError and OSError."""
     config, _ = configuration(folder / "config.json")
     tokenizer = load_tokenizer(folder, recipe.chat_template)
-    with progress.doing("tokenizing"):
+    with progress.doing("tokenizing"), panics_as_errors(f"a tokenizer in {folder}"):
         samples = encode(read_records(recipe.data), tokenizer, recipe.length, recipe.too_long)
     vocabulary = int(config.get_text_config().vocab_size)
     if (largest := int(samples.tokens.max())) >= vocabulary:

@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from mtcompile.reading import write_replacing
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.trace import Trace
 from mtcompile.viz.data import picture
@@ -45,7 +46,7 @@ def write(
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     text = html(picture(schedule, measured=measured, plan=plan, title=title, names=names))
-    target.write_text(text, encoding="utf-8")
+    write_replacing(target, text)
     return target
 
 
