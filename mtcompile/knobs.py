@@ -199,6 +199,16 @@ def panics_in_one_line() -> None:
     os.environ["RUST_BACKTRACE"] = "0"
 
 
+def inductor_cache() -> str:
+    """TORCHINDUCTOR_CACHE_DIR, torch's: where Inductor keeps compiled kernels; empty: not set."""
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+
+
+def set_inductor_cache(folder: str) -> None:
+    """Lets Inductor keep compiled kernels in this folder from now on."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+
+
 def allocator_is_the_users() -> bool:
     """Tells whether the user has set torch's allocator, by one of its two variables."""
     return any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))

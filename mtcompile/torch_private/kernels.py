@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mtcompile.cached.private import settle_inductor_cache
 from mtcompile.torch_private.thread_setting import process_lock
 
 
@@ -20,10 +21,11 @@ def inductor(
     body: fx.GraphModule, inputs: Sequence[torch.Tensor], strict: bool = False
 ) -> Callable[..., Sequence[torch.Tensor]]:
     """Compile ``body`` (ATen operations, functional) for tensors like ``inputs``. Inductor caches it on disk
-    (TORCHINDUCTOR_CACHE_DIR), keyed by graph, shapes, torch version and device. ``strict``: so that elementwise operations
+    (``settle_inductor_cache``), keyed by graph, shapes, torch version and device. ``strict``: so that elementwise operations
     round as eager's do."""
     from torch._inductor import standalone_compile
 
+    settle_inductor_cache()
     copied = fx.Graph()  # Inductor's passes change the graph they are given
     copied.output(copied.graph_copy(body.graph, {}))
     with torch.no_grad():
@@ -79,6 +81,7 @@ def _version_of(compiler: str) -> str:
 def probe_inductor() -> threading.Thread:
     """Import Inductor, and let it find out in a thread which vector instructions run here: that waits for other processes, a
     second or two, while this one goes on tracing."""
+    settle_inductor_cache()
     from torch._inductor import compile_fx, cpu_vec_isa
 
     def probe() -> None:
@@ -95,6 +98,7 @@ def inductor_cache() -> str:
     """The directory of Inductor's disk cache."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+    settle_inductor_cache()
     return str(cache_dir())
 
 
