@@ -164,6 +164,27 @@ def signals_noted(texts: Mapping[int, str]) -> Iterator[set[int]]:
         come.set()
 
 
+@contextlib.contextmanager
+def limited_time(seconds: float, what: str) -> Iterator[None]:
+    """Raises TimeoutError inside once ``what`` has taken so many seconds. In other threads than the main one, and where an
+    alarm of the caller's runs, there is no limit."""
+    main = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    if not main or signal.getitimer(signal.ITIMER_REAL)[0]:
+        yield
+        return
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"expected {what} to take at most {seconds:g} seconds, found that it goes on: give a simpler one")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 class HeldInterrupts:
     """Holds Ctrl-C back from ``hold`` to ``release``, which may be in other functions. A second one comes through at once."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,14 @@ import numpy as np
 from mtcompile import progress
 from mtcompile.capture.refusals import first_line
 from mtcompile.data.records import Record
-from mtcompile.reading import FEW_NBYTES, panics_as_errors, read_text
+from mtcompile.data.streaming import WINDOW, text_pieces, tokens_of
+from mtcompile.reading import FEW_NBYTES, limited_time, panics_as_errors, read_text
 
 TooLong = Literal["stop", "cut", "drop"]
+_FEW = 4  # messages of the assistant that are found one by one
+_MOST_RENDERED = 2000
+_MOST_AT_ONCE = 1 << 22  # characters that are tokenized in one call, at some 300 bytes for each
+_MOST_TEMPLATE_S = 60.0
 _MARK = "\ue000"  # a character for private use, which no record should have
 _UNKNOWN_PLACE = (
     "expected a chat template that shows this message once, as it is, found one that leaves it out, changes or repeats it: "
@@ -90,23 +96,22 @@ def encode(records: Iterable[Record], tokenizer: Any, seq: int, too_long: TooLon
     """Returns the samples of records, each of at most ``seq`` tokens. Text that is longer is cut into several, which overlap by
     one token, so that each token but the first is a target once. ``too_long``: what to do with a conversation that is longer.
     Samples without targets are left out. Raises ValueError with the record's place."""
-    pieces: list[tuple[Any, Any]] = []
+    samples = _Growing()
     added, has_end, place = _added(tokenizer), True, ""
     long: list[tuple[str, int]] = []
     for number, record in enumerate(records, 1):
         progress.tell(f"tokenizing, {number:,} records")
         if not record.messages:
-            ids = _text(record, tokenizer)
-            cut = [ids[start : start + seq] for start in range(0, len(ids) - 1, seq - 1)]
-            pieces += [(piece, np.arange(len(piece)) > 0) for piece in cut]
+            for ids in _cut(_text(record, tokenizer), seq):
+                samples.add(ids, np.arange(len(ids)) > 0)
             continue
-        ids, trained = conversation(record, tokenizer)
-        if not place:
-            has_end, place = not added.isdisjoint(ids[trained].tolist()), record.place
+        ids, trained = conversation(record, tokenizer, seq)
+        if not place and trained.any():
+            has_end, place = not added.isdisjoint(ids[: len(trained)][trained].tolist()), record.place
         if len(ids) > seq:
             long.append((record.place, len(ids)))
         if len(ids) <= seq or too_long == "cut":
-            pieces.append((ids[:seq], trained[:seq]))
+            samples.add(ids[:seq], trained[:seq])
     if long and too_long == "stop":
         (place, count), most = long[0], max(count for _, count in long)
         others = f" ({len(long) - 1} more are too long, the longest of {most})" * (len(long) > 1)
@@ -119,23 +124,79 @@ def encode(records: Iterable[Record], tokenizer: Any, seq: int, too_long: TooLon
             "model will not learn where to stop. Give --chat-template a template with such a token",
             stacklevel=2,
         )
-    pieces = [(ids, trained) for ids, trained in pieces if trained.any()]
-    if not pieces:
+    if not samples.lengths:
         raise ValueError("expected tokens to train on in the data, found none: give more --data, or a longer --seq")
-    starts = np.cumsum([0, *(len(ids) for ids, _ in pieces)])
-    tokens, targets = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
-    return Samples(tokens, targets, starts, len(long))
+    return samples.taken(len(long))
 
 
-def _text(record: Record, tokenizer: Any) -> Any:
-    """Returns the tokens of a text, with the one that ends it."""
-    ids = tokenizer(record.text)["input_ids"]
-    end = tokenizer.eos_token_id
-    return np.array(ids + [end] * (end is not None and ids[-1:] != [end]), np.int32)
+class _Growing:
+    """Samples that come one by one, in arrays that grow by an eighth: none is ever there twice. Those without targets are left
+    out."""
+
+    def __init__(self) -> None:
+        self.lengths = array("q")
+        self._arrays: list[Any] = [np.empty(1024, np.int32), np.empty(1024, bool)]
+        self._count = 0
+
+    def add(self, ids: Any, trained: Any) -> None:
+        if not trained.any():
+            return
+        end = self._count + len(ids)
+        for grown, values in zip(self._arrays, (ids, trained), strict=True):
+            if end > len(grown):
+                grown.resize(max(end, len(grown) * 9 // 8), refcheck=False)
+            grown[self._count : end] = values
+        self._count = end
+        self.lengths.append(len(ids))
+
+    def taken(self, too_long: int) -> Samples:
+        starts = np.zeros(len(self.lengths) + 1, np.int64)
+        np.cumsum(np.frombuffer(self.lengths, np.int64), out=starts[1:])
+        tokens, trained = (grown[: self._count] for grown in self._arrays)
+        return Samples(tokens, trained, starts, too_long)
 
 
-def conversation(record: Record, tokenizer: Any) -> tuple[Any, Any]:
-    """Returns the tokens of a conversation, and which of them are targets. Raises ValueError."""
+def _cut(pieces: Iterable[Any], seq: int) -> Iterator[Any]:
+    """Cuts tokens that come in pieces into samples of at most ``seq``, which overlap by one token."""
+    waiting = np.zeros(0, np.int32)
+    for piece in pieces:
+        waiting, start = np.concatenate((waiting, piece)), 0
+        while len(waiting) - start > seq:
+            yield waiting[start : start + seq]
+            start += seq - 1
+        waiting = waiting[start:]
+    if len(waiting) > 1:
+        yield waiting
+
+
+def _text(record: Record, tokenizer: Any) -> Iterator[Any]:
+    """Yields the tokens of a text, with the one that ends it, in pieces. Raises ValueError with the record's place."""
+    end, last = tokenizer.eos_token_id, None
+    backend = tokenizer.backend_tokenizer
+    # A search over a whole text, not over its words, adds up scores that round otherwise from another place.
+    whole = type(backend.model).__name__ == "Unigram" and backend.pre_tokenizer is None
+    if record.file is None and len(record.text) <= (_MOST_AT_ONCE if whole else WINDOW):
+        pieces: Iterable[Any] = [np.array(tokenizer(record.text)["input_ids"], np.int32)]
+    elif record.file is None and len(record.text) <= _MOST_AT_ONCE:
+        try:
+            pieces = list(tokens_of([record.text], tokenizer))
+        except ValueError:
+            pieces = [np.array(tokenizer(record.text)["input_ids"], np.int32)]
+    else:
+        pieces = tokens_of([record.text] if record.file is None else text_pieces(record.file), tokenizer)
+    try:
+        for piece in pieces:
+            last = int(piece[-1]) if len(piece) else last
+            yield piece
+    except ValueError as error:
+        raise ValueError(f"{record.place}: {error}") from None
+    if end is not None and last != end:
+        yield np.array([end], np.int32)
+
+
+def conversation(record: Record, tokenizer: Any, seq: int | None = None) -> tuple[Any, Any]:
+    """Returns the tokens of a conversation, and which of them are targets; of the first ``seq`` only, if it has more. Raises
+    ValueError."""
     template = tokenizer.chat_template
     if template is None:
         raise ValueError(
@@ -150,10 +211,18 @@ def conversation(record: Record, tokenizer: Any) -> tuple[Any, Any]:
         targets = np.array(encoded["assistant_masks"], bool)
     else:
         whole = _rendered(record, tokenizer, record.messages)
+        if len(whole) > _MOST_AT_ONCE:
+            raise ValueError(
+                f"{record.place}: expected a conversation of at most {_MOST_AT_ONCE:,} characters, found {len(whole):,}: split "
+                "it"
+            )
         encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-        targets = _targets(encoded, whole, list(_spans(record, tokenizer, whole)), _added(tokenizer))
+        behind = None  # what a cut leaves out is not looked at
+        if seq is not None and len(encoded["input_ids"]) > seq:
+            behind = encoded["offset_mapping"][seq][0]
+        targets = _targets(encoded, whole, list(_spans(record, tokenizer, whole, behind)), _added(tokenizer))
     targets[:1] = False
-    if not targets.any():
+    if not targets.any() and (seq is None or len(targets) <= seq):
         raise ValueError(
             f"{record.place}: expected tokens of the assistant to train on, found none: fill its messages, or delete the record"
         )
@@ -171,7 +240,7 @@ def _targets(encoded: Any, whole: str, spans: Sequence[tuple[int, int]], added: 
     ids, places = encoded["input_ids"], np.array(encoded["offset_mapping"]).reshape(-1, 2)
     targets = np.zeros(len(ids), bool)
     for start, stop in spans:
-        targets |= (places[:, 1] > start) & (places[:, 0] < stop)
+        targets[np.searchsorted(places[:, 1], start, "right") : np.searchsorted(places[:, 0], stop)] = True
         behind = end = int(np.searchsorted(places[:, 0], stop))
         while end < len(ids) and ids[end] not in added and not whole[slice(*places[end])].strip():
             end += 1
@@ -180,23 +249,61 @@ def _targets(encoded: Any, whole: str, spans: Sequence[tuple[int, int]], added: 
     return targets
 
 
-def _spans(record: Record, tokenizer: Any, whole: str) -> Iterator[tuple[int, int]]:
+def _spans(record: Record, tokenizer: Any, whole: str, behind: int | None = None) -> Iterator[tuple[int, int]]:
     """Yields the place of each message of the assistant in the rendered conversation: its first character, and the one behind
-    its content."""
-    for number, message in enumerate(record.messages):
-        if message["role"] != "assistant":
-            continue
-        if _MARK in message["content"]:
+    its content. Messages from the character ``behind`` on may be left out."""
+    numbers = [number for number, message in enumerate(record.messages) if message["role"] == "assistant"]
+    for number in numbers:
+        if _MARK in record.messages[number]["content"]:
             raise ValueError(
                 f"{record.place}: messages[{number}]: expected no character U+E000, which marks ends of messages, found one: "
                 "delete it"
             )
+    if len(numbers) > _FEW and (found := _marked_spans(record, tokenizer, whole, numbers)) is not None:
+        yield from found
+        return
+    if len(numbers) > _MOST_RENDERED:
+        raise ValueError(
+            f"{record.place}: expected at most {_MOST_RENDERED} messages of the assistant with a chat template that changes "
+            f"them, or with calls of tools, found {len(numbers)}: give --chat-template one that has {{% generation %}} blocks"
+        )
+    for number in numbers:
         stop = _end(record, tokenizer, whole, number)
         prompt = _prompt(record, tokenizer, number)
         if prompt and whole.startswith(prompt) and len(prompt) <= stop:
-            yield len(prompt), stop
+            start = len(prompt)
         else:
-            yield _differs(whole, _changed(record, tokenizer, number, _MARK + message["content"])), stop
+            start = _differs(whole, _changed(record, tokenizer, number, _MARK + record.messages[number]["content"]))
+        yield start, stop
+        if behind is not None and stop >= behind:
+            return
+
+
+def _marked_spans(record: Record, tokenizer: Any, whole: str, numbers: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Finds all messages of the assistant by rendering a conversation once more, with marks around them, instead of several
+    times for each. Returns None where that does not say for certain where they are."""
+    if any(record.messages[number].get("tool_calls") for number in numbers):
+        return None
+    messages = [
+        {**message, "content": f"{_MARK}{message['content']}{_MARK}"} if message["role"] == "assistant" else message
+        for message in record.messages
+    ]
+    parts = _rendered(record, tokenizer, messages).split(_MARK)
+    if len(parts) != 2 * len(numbers) + 1 or "".join(parts) != whole:
+        return None
+    ends = np.cumsum([len(part) for part in parts]).tolist()
+    prompt = _prompt(record, tokenizer, numbers[0])
+    asked = prompt[len(_rendered(record, tokenizer, record.messages[: numbers[0]])) :] if prompt else ""
+    if prompt and not whole.startswith(prompt):
+        return None
+    found, before = [], 0
+    for start, stop in zip(ends[0::2], ends[1::2], strict=False):
+        place = whole.rfind(asked, before, start) if asked else -1
+        if asked and place < 0:
+            return None
+        found.append((place + len(asked) if asked else start, stop))
+        before = stop
+    return found
 
 
 def _prompt(record: Record, tokenizer: Any, number: int) -> str:
@@ -244,7 +351,8 @@ def _differs(one: str, other: str) -> int:
 def _rendered(record: Record, tokenizer: Any, messages: Iterable[dict[str, Any]], **options: Any) -> str:
     """Renders messages by the chat template, in the sandbox of Transformers. Raises ValueError if the template refuses them."""
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), tools=record.tools, tokenize=False, **options)
+        with limited_time(_MOST_TEMPLATE_S, "the chat template"):
+            text: str = tokenizer.apply_chat_template(list(messages), tools=record.tools, tokenize=False, **options)
     except Exception as error:  # a template raises errors of its own
         raise ValueError(f"{record.place}: the chat template refuses these messages: {first_line(error)}") from None
     return text

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from mtcompile.data.streaming import text_pieces
 from mtcompile.errors import nearest_file
 from mtcompile.machine.system_files import memory_rooms, smallest_room
 from mtcompile.reading import read_bytes
 
+_PIECE_NBYTES = 1 << 22
 STDLIB_BYTES = 16 * 2**20  # length of the default text
 
 
@@ -34,13 +37,27 @@ def _files(path: Path) -> list[Path]:
 def text_of(file: Path, strict: bool) -> bytes:
     """Reads a text file. Returns nothing for a file that is not text, unless ``strict``: then raises ValueError."""
     data = read_bytes(file, available_nbytes())
-    try:
-        data.decode()
-    except UnicodeDecodeError as error:
-        if strict:
-            raise ValueError(f"expected UTF-8 text, found something else in {file} at byte {error.start}") from None
-        return b""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(data) + 1, _PIECE_NBYTES):  # one str of it all would take up to four times the memory
+        held = len(decoder.getstate()[0])
+        try:
+            decoder.decode(data[start : start + _PIECE_NBYTES], final=start + _PIECE_NBYTES > len(data))
+        except UnicodeDecodeError as error:
+            if strict:
+                place = start - held + error.start
+                raise ValueError(f"expected UTF-8 text, found something else in {file} at byte {place}") from None
+            return b""
     return b"" if b"\0" in data and not strict else data
+
+
+def is_text(file: Path, strict: bool) -> bool:
+    """Tells whether a file is text, in the memory of a piece of it. Raises as ``text_of``."""
+    try:
+        return all(strict or "\0" not in piece for piece in text_pieces(file))
+    except ValueError as error:
+        if strict:
+            raise ValueError(f"{file}: {error}") from None
+        return False
 
 
 def available_nbytes() -> int:

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from mtcompile.capture.refusals import first_line
-from mtcompile.data.files import files_of, text_of
+from mtcompile.data.files import files_of, is_text, text_of
 from mtcompile.reading import printable, read_bytes, regular_nbytes
 
 _MOST_LINE_NBYTES = 1 << 26
+_LONG_NBYTES = 1 << 23  # of a text that is read piece by piece
 _MOST_LIST_NBYTES = 1 << 30  # Python's objects take several times as much
 _PARQUET_ROWS = 256  # that are in memory at a time
 _ROLES = ("system", "user", "assistant", "tool")
@@ -35,12 +36,14 @@ _KINDS = {str: "text", dict: "an object", list: "a list", bool: "true or false",
 @dataclass(frozen=True, slots=True)
 class Record:
     """One record. ``place``: its file and line, for errors. ``messages``: of a conversation, as chat templates take them; if
-    there are none, it is ``text``. ``tools``: descriptions of functions, for the template."""
+    there are none, it is ``text``, or that of a ``file``, if it is long. ``tools``: descriptions of functions, for the
+    template."""
 
     place: str
     text: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     tools: list[Any] | None = None
+    file: Path | None = None
 
 
 def read_records(paths: Sequence[Path]) -> Iterator[Record]:
@@ -61,6 +64,9 @@ def read_records(paths: Sequence[Path]) -> Iterator[Record]:
                 empty = False
             if empty:
                 raise ValueError(f"{file}: expected records, found none")
+        elif regular_nbytes(file) > _LONG_NBYTES:
+            if is_text(file, strict=file in paths):
+                yield Record(printable(file), file=file)
         elif text := text_of(file, strict=file in paths).decode():
             yield Record(printable(file), text)
         elif file in paths:
