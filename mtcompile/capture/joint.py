@@ -111,7 +111,6 @@ def trace_settings(device: torch.device) -> tuple[Any, ...]:
         autocast_state(device),
         torch.get_default_dtype(),
         str(torch.get_default_device()),
-        torch.get_float32_matmul_precision(),
         torch_private.kernel_choices(device),
         torch.backends.cpu.get_cpu_capability(),
     )

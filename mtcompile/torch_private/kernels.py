@@ -16,6 +16,14 @@ from torch import fx
 from mtcompile.cached.private import settle_inductor_cache
 from mtcompile.torch_private.thread_setting import process_lock
 
+_TORCHS_OWN = frozenset(torch.library._impls)  # as of the import: names of operations and dispatch keys
+_PRECISIONS = [
+    (backend, operation)
+    for backend in ("generic", "cuda", "mkldnn")
+    for operation in ("all", "matmul", "conv", "rnn")
+    if (backend, operation) not in {("generic", "matmul"), ("generic", "conv"), ("generic", "rnn")}
+]
+
 
 def inductor(
     body: fx.GraphModule, inputs: Sequence[torch.Tensor], strict: bool = False
@@ -103,13 +111,38 @@ def inductor_cache() -> str:
 
 
 def kernel_choices(device: torch.device) -> tuple[Any, ...]:
-    """The settings that choose, while a program is traced for ``device``, which of several kernels it calls: the backends of
-    attention that are on, and their order; cuDNN, oneDNN, and the fast path of attention layers."""
+    """The settings that choose, while a program is traced for ``device``, which of several kernels it calls, or how these
+    compute: the backends of attention that are on, their order, and whether the plain one adds in 16 bits; cuDNN, oneDNN, and
+    the fast path of attention layers; the order of an einsum's products; the precision of fp32 products; operations of torch's
+    that the user has implemented."""
     _settle_order(device)
-    sdp = torch.backends.cuda
+    sdp, einsum = torch.backends.cuda, torch.backends.opt_einsum
     backends = (sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), sdp.cudnn_sdp_enabled())
     libraries = torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled, torch.backends.mha.get_fastpath_enabled()
-    return backends, tuple(torch._C._get_sdp_priority_order()), *libraries
+    sums = sdp.fp16_bf16_reduction_math_sdp_allowed(), einsum.enabled, einsum.strategy
+    return backends, tuple(torch._C._get_sdp_priority_order()), *libraries, *sums, _precisions(), _users_operations()
+
+
+def _precisions() -> tuple[str, ...]:
+    """The precisions of fp32 products. torch refuses to tell the older setting once a newer one was made; newer torch has more
+    of these."""
+    read = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if read is None:
+        return (torch.get_float32_matmul_precision(),)
+    return tuple(str(read(backend, operation)) for backend, operation in _PRECISIONS)
+
+
+def _users_operations() -> tuple[str, ...]:
+    """The operations of torch's that ``torch.library`` has implementations of for what models run on, with the lines that made
+    the libraries: implementations by two libraries that one line made are not told apart."""
+    names = torch.library._impls - _TORCHS_OWN
+    users = sorted(name for name in names if name.startswith("aten/") and not name.endswith("/Meta"))
+    return tuple(f"{name} {_registered_at(*name.split('/')[1:])}" for name in users)
+
+
+def _registered_at(operation: str, key: str) -> str:
+    lines = torch._C._dispatch_dump(f"aten::{operation}").splitlines()
+    return next((line.partition(" :: ")[0] for line in lines if line.startswith((f"{key}: ", f"{key}[alias]: "))), "")
 
 
 @functools.cache

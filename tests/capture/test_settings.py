@@ -1,0 +1,100 @@
+"""A setting of torch's that changes between two calls changes what a compiled model computes, as it does plainly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import mtcompile
+from mtcompile.capture.joint import trace_settings
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """Attention in bf16 by the plain backend, and a square, which torch composes of other operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.project(x).bfloat16().unsqueeze(1)
+        with sdpa_kernel(SDPBackend.MATH):
+            x = x + F.scaled_dot_product_attention(q, q, q).float().squeeze(1)
+        return x.square().mean()
+
+
+def results(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def compare(settings: list[Callable[[], object]]) -> None:
+    """Changes a setting, and compares plain results with those of a model that was compiled before and of one that is new."""
+    plain, x = Block(), torch.randn(4, 16, 32)
+    earlier: Any = mtcompile.compile(copy.deepcopy(plain), memory="1GiB")
+    losses = set()
+    for change in settings:
+        change()
+        expected = results(plain, x)
+        losses.add(float(expected[0]))
+        for compiled in (earlier, mtcompile.compile(copy.deepcopy(plain), memory="1GiB")):
+            assert all(map(torch.equal, results(compiled, x), expected))
+    assert len(losses) > 1, "the settings change nothing"
+
+
+@pytest.fixture
+def reduction() -> Iterator[Callable[[bool], None]]:
+    yield torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+
+
+def test_attention_that_adds_in_16_bits(reduction: Callable[[bool], None]) -> None:
+    compare([lambda: reduction(False), lambda: reduction(True), lambda: reduction(False)])
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_operations_of_torch_that_the_user_implements() -> None:
+    libraries: list[Any] = []
+
+    def leave_out() -> None:
+        while libraries:
+            libraries.pop()._destroy()
+
+    def cube() -> None:
+        leave_out()
+        libraries.append(torch.library.Library("aten", "IMPL"))
+        libraries[-1].impl("square", lambda x: x * x * x, "CompositeImplicitAutograd")
+
+    def double() -> None:
+        leave_out()
+        libraries.append(torch.library.Library("aten", "IMPL"))
+        libraries[-1].impl("square", lambda x: x * 2, "CompositeImplicitAutograd")
+
+    try:
+        compare([leave_out, cube, double, leave_out])
+    finally:
+        leave_out()
+
+
+def test_the_newer_precisions_are_read() -> None:
+    """Once one is set, torch refuses to tell the older ones."""
+    products = torch.backends.mkldnn.matmul
+    before, first = products.fp32_precision, trace_settings(CPU)
+    try:
+        products.fp32_precision = "bf16"
+        assert trace_settings(CPU) != first
+    finally:
+        products.fp32_precision = before
+    assert trace_settings(CPU) == first
