@@ -12,7 +12,7 @@ _here = _Path(__file__).resolve().parent
 if not (_here / "passes").is_dir() and (_here.parent / "passes").is_dir():
     __path__.append(str(_here.parent))
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING  # noqa: E402
 
