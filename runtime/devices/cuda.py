@@ -19,7 +19,7 @@ import torch
 
 from mtcompile.runtime.devices.arena import arena, span_nbytes
 from mtcompile.runtime.devices.cpu import POISON, CpuMemory
-from mtcompile.runtime.devices.cuda_driver import Api, catch_up
+from mtcompile.runtime.devices.cuda_driver import Api, catch_up, drivers
 from mtcompile.runtime.devices.joining import bytes_of, runs_of_bytes
 from mtcompile.runtime.devices.pinned import NotPinned, Staging
 from mtcompile.runtime.disk.direct import DirectReader, KvikioReader
@@ -222,7 +222,7 @@ class CudaDevice:
         check_host: Callable[[int, bool], None] = lambda nbytes, failed: None,
     ) -> None:
         self.where, self.ranges, self.check_host = where, ranges, check_host
-        self.api = api or Api(where)
+        self.api = api or drivers.get(where.type, Api)(where)
         self.streams = Streams(self.api)
         self.staging: dict[Queue, Staging] | None = None
 

@@ -100,6 +100,10 @@ class Api:
             raise
 
 
+# What makes the calls to devices of a kind (torch's name for it), where that is not ``Api``.
+drivers: dict[str, Callable[[torch.device], Any]] = {}
+
+
 def catch_up(api: Any) -> None:
     """Make the calling thread wait, without using its core, for all that was issued to its current stream."""
     issued = api.new_event()

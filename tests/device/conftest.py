@@ -3,14 +3,11 @@ collected apart from the others, since loading that device changes the process."
 
 from __future__ import annotations
 
-import threading
-from typing import Any
-
 import pytest
 import torch
 
 from mtcompile import knobs
-from mtcompile.runtime.devices import cuda
+from mtcompile.runtime.devices.cuda_driver import Api, drivers
 from tests.device import second
 from tests.device.second import LateCopies
 
@@ -25,6 +22,14 @@ else:  # a CUDA build of torch allows no second device
     collect_ignore_glob += ["test_*.py", "*/test_*.py"]
 
 
+class PausedCopies(Api):
+    """Copies of a GPU, each after a pause."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        torch.cuda._sleep(1_000_000)
+        super().copy(target, source)
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if CUDA else second.NAME, 0)
@@ -34,28 +39,13 @@ def device() -> torch.device:
 def late(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
     """Copies as late as their events allow; on a GPU, each after a pause. Yields the drivers of the second
     device."""
-    drivers: list[LateCopies] = []
-    if device.type == "cuda":
-        copy_now = cuda.Api.copy
-
-        def pause(self: cuda.Api, target: torch.Tensor, source: torch.Tensor) -> None:
-            torch.cuda._sleep(1_000_000)
-            copy_now(self, target, source)
-
-        monkeypatch.setattr(cuda.Api, "copy", pause)
-        return drivers
+    made: list[LateCopies] = []
+    if device.type != "cuda":
+        monkeypatch.setenv("MT_NVTX", "1")  # drivers are told what is about to run
 
     def driver(where: torch.device) -> LateCopies:
-        drivers.append(LateCopies(len(drivers), eager=0.0))
-        return drivers[-1]
+        made.append(LateCopies(len(made), eager=0.0))
+        return made[-1]
 
-    run_now = cuda.CudaMemory.run
-
-    def run(self: cuda.CudaMemory, *args: Any) -> None:
-        if threading.current_thread().name != "mtcompile-host":
-            self.api.catch_up()
-        run_now(self, *args)
-
-    monkeypatch.setattr(cuda.CudaMemory, "run", run)
-    monkeypatch.setattr(cuda, "Api", driver)
-    return drivers
+    monkeypatch.setitem(drivers, device.type, PausedCopies if device.type == "cuda" else driver)
+    return made

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,14 @@ SOURCE = Path(__file__).with_name("device.cpp")
 class LateCopies(FakeCuda):
     """Kernels run as they are called, after ``catch_up``; copies wait until something that needs them is about to run, or the
     host blocks, so that they outlive their phase."""
+
+    def push(self, name: str) -> None:
+        """A kernel or copy is about to be called by this name: kernels on the caller's thread, which has no name of ours."""
+        if not threading.current_thread().name.startswith("mtcompile-"):
+            self.catch_up()
+
+    def pop(self) -> None:
+        pass
 
     def catch_up(self) -> None:
         """Run all that a kernel that is called now comes after."""
