@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _LEANEST = 0.25  # of the plans that a search evaluates: those evaluated to find the leanest
 _GROWN = 4  # times that device memory grows by a tenth, for the linear program to give plans
+_TOLD_EACH = 16  # evaluations between two reports of progress
 _CASTING = 12  # plans evaluated with casts on the host
 
 
@@ -54,7 +55,7 @@ class Candidates:
         self.sizes = param_nbytes(problem.step)
         self.open_params = {b: nbytes for b, nbytes in self.sizes.items() if b not in problem.fixed_homes}
         self.base = replace(decided(problem, self.sizes), narrow=False)
-        self.evaluations = 0
+        self.evaluations = self._began = 0
         self._akin: Candidates | None = None  # of a problem whose plans have the same figures
         self._figures: dict[Hashable, Figures] = {}
         self._paces: dict[Hashable, Updates | None] = {}
@@ -81,6 +82,8 @@ class Candidates:
         key = identity(plan)
         if (figures := self._figures.get(key)) is None:
             self.evaluations += 1
+            if self.evaluations % _TOLD_EACH == 0:
+                self._tell()
             figures = self._figures[key] = self._evaluator.figures(plan)
         return self._evaluator.candidate(plan, figures)
 
@@ -242,12 +245,18 @@ class Candidates:
         return self._found[limits]
 
     def _search(self, limits: Limits) -> list[Plan]:
-        self.progress("planning", 0, round(most_evaluations(self.effort, self._regions)))
+        self._began = self.evaluations
+        self._tell()
         if self._disk is None or limits.host is None:
             if self._bound_us(limits) == inf:  # nothing fits
                 return [self._least_within(limits)]
             return self._search_among(limits, self._ways, self._starts_within(limits))
         return self._search_with_disk(self._disk, limits)
+
+    def _tell(self) -> None:
+        """Tells how many plans the search has evaluated, of about how many at most."""
+        most = round(most_evaluations(self.effort, self._regions))
+        self.progress("planning", min(most, self.evaluations - self._began), most)
 
     def _search_with_disk(self, disk: Disk, limits: Limits) -> list[Plan]:
         """Searches with nothing on disk first, so that a disk that is not needed changes nothing; then with it, if that may be

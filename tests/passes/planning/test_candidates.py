@@ -47,6 +47,17 @@ from tests.passes.planning.drawn_plans import (
 )
 
 
+def test_progress_moves_while_a_search_goes_on() -> None:
+    told: list[tuple[int, int]] = []
+    problem = PlanningProblem(crossing(), MACHINES[1], Budgets(), effort="normal")
+    candidates = Candidates(problem, lambda text, done, total: told.append((done, total)))
+    memory, before = (candidates.floor + candidates.resident.plan.peak_bytes["device"]) // 2, candidates.evaluations
+    told.clear()
+    candidates.best(memory, None)
+    assert len({done for done, _ in told}) > 2 and all(done <= total for done, total in told)
+    assert len(told) <= 3 + (candidates.evaluations - before) // 16, "now and then, not for each plan"
+
+
 @pytest.mark.parametrize("effort", ["quick", pytest.param("normal", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("step", [crossing, skips])
 def test_a_plan_does_not_depend_on_what_was_asked_before(step: Callable[[], Any], effort: str) -> None:
