@@ -135,6 +135,8 @@ def _precisions() -> tuple[str, ...]:
 def _users_operations() -> tuple[str, ...]:
     """The operations of torch's that ``torch.library`` has implementations of for what models run on, with the lines that made
     the libraries: implementations by two libraries that one line made are not told apart."""
+    if len(torch.library._impls) == len(_TORCHS_OWN):  # names are added by those who implement, and taken away by them alone
+        return ()
     names = torch.library._impls - _TORCHS_OWN
     users = sorted(name for name in names if name.startswith("aten/") and not name.endswith("/Meta"))
     return tuple(f"{name} {_registered_at(*name.split('/')[1:])}" for name in users)
