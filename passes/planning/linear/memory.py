@@ -115,7 +115,7 @@ def hold_memory(
         if not counted.inside:  # the last block's may make what others save: the gradient of a loss head in chunks
             others = {variable: -nbytes for variable, nbytes in choices.saved[index].items()} if block is blocks[-1] else {}
             at_once = [(added(live, others, grads), always + grads_nbytes)]
-        elif whole and counted.again and (inside := _inside(problem, block, backward[0], insides)):
+        elif whole and (inside := _inside(problem, block, backward[0], insides)):
             others = {variable: -nbytes for variable, nbytes in choices.saved[index].items()}
             at_once.append((added(live, others, beyond, *read, *near, grads), always + inside + grads_nbytes))
         at_backward[index] = at_once

@@ -21,11 +21,10 @@ Work = tuple[Mapping[int, float], float]  # µs per unit of each variable, and c
 
 
 class Counted(NamedTuple):
-    """Says what rows of memory count: what blocks fetch ``ahead``; whether what a backward makes ``again`` is in it; whether
-    anything is that a block's own work needs while it runs (``inside``)."""
+    """Says what rows of memory count: what blocks fetch ``ahead``; whether anything is that a block's own work needs while it
+    runs (``inside``)."""
 
     ahead: int = 0
-    again: bool = True
     inside: bool = True
 
 

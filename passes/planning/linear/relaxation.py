@@ -76,7 +76,6 @@ class Solve(Protocol):
         decided: Mapping[str, bool] = MappingProxyType({}),
         ahead: int = 0,
         like: Relaxed | None = None,
-        again: bool = True,
         inside: bool = True,
     ) -> Relaxed: ...
 
@@ -86,8 +85,8 @@ class Relaxation:
     """The linear program of a problem: a function that solves it for a limit in bytes per tier (None: no limit) and raises
     Infeasible. ``decided``: homes that are on the device (True) or on the host. ``ahead``: how many blocks ahead prefetches are
     in memory, beside what must be there; the optimum bounds all plans only if it is 0. ``like``: an optimum for the same tiers
-    and similar limits, to begin at. ``again``: False leaves out the room for what backwards make again; ``inside``: False
-    leaves out all that a block's work needs only while it runs, of which other forms of the step need less.
+    and similar limits, to begin at. ``inside``: False leaves out all that a block's work needs only while it runs, of which
+    other forms of the step need less.
 
     ``_built``: by whether the optimum is to be a bound; ``_known``: optima, with what each began at, whose identity is in its
     key."""
@@ -104,10 +103,9 @@ class Relaxation:
         decided: Mapping[str, bool] = MappingProxyType({}),
         ahead: int = 0,
         like: Relaxed | None = None,
-        again: bool = True,
         inside: bool = True,
     ) -> Relaxed:
-        counted = Counted(ahead, again, inside)
+        counted = Counted(ahead, inside)
         key = *limits.items(), frozenset(decided.items()), counted, id(like)
         if key in self._known:
             return self._known[key][0]
@@ -238,8 +236,6 @@ class Bounds:
         self.costs = home_costs(problem, streamed, resident.schedule)
         self.solve, self.high = Relaxation(problem, blocks, self.costs), resident.plan.peak_bytes["device"]
         self._chain = Chain(self.solve, self.high)
-        self._last: dict[bool, Relaxed] = {}  # by whether the host had no limit
-        self._known: dict[tuple[int, int | None], float] = {}  # µs by bytes of the device and the host
         self._outside: dict[object, Relaxed] = {}  # by limits, as they were asked for
 
     def us(self, limits: Mapping[str, int | None], inside: bool = True) -> float:
@@ -255,27 +251,6 @@ class Bounds:
             last = next(reversed(self._outside.values()), None)  # of several optima, any will do: only their µs are used
             self._outside[key] = self.solve(limits, inside=False, like=last)
         return self._outside[key]
-
-    def next_us(self, device: int, host: int | None) -> float:
-        """The µs of ``us`` for one of many limits, without a disk: each solution begins at the one before."""
-        if (device, host) not in self._known:
-            self._known[device, host] = self._next_us(device, host)
-        return self._known[device, host]
-
-    def _next_us(self, device: int, host: int | None) -> float:
-        if host is not None and self._is_too_little(device, host):
-            return inf
-        try:
-            relaxed = self.solve({"device": device, "host": host}, like=self._last.get(host is None))
-        except Infeasible:
-            return inf
-        self._last[host is None] = relaxed
-        return relaxed.bound_us
-
-    def _is_too_little(self, device: int, host: int) -> bool:
-        """Tells whether it is known that no plan can be within as much of each, or more."""
-        without = [limits for limits, us in self._known.items() if us == inf]
-        return any(device <= little and less is not None and host <= less for little, less in without)
 
     def certificate(self, limits: Mapping[str, int | None], us: float) -> Certificate | None:
         """How fast any plan within ``limits`` could be, in bytes per tier; None if there can be none. Where ``us``, of a plan,
