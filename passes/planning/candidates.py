@@ -196,12 +196,12 @@ class Candidates:
     def _bounds(self) -> Bounds:
         return Bounds(self.problem, self.blocks, self._streamed, self.resident)
 
-    def certificate(self, device: int | None, host: int | None, us: float = 0.0) -> Certificate | None:
-        """Returns how fast any plan within these bytes could be; None where there is none, or where no effort is made for it.
-        ``us``: of the plan that it is for."""
+    def certificate(self, device: int | None, host: int | None) -> Certificate | None:
+        """Returns how fast any plan within these bytes could be; None where there is none, or where no effort is made for
+        it."""
         if not self.effort.bounded:
             return None
-        return self._bounds.certificate({"device": device, "host": host, "disk": self.problem.budgets.disk}, us)
+        return self._bounds.certificate({"device": device, "host": host, "disk": self.problem.budgets.disk})
 
     def bound_us(self, device: int | None, host: int | None, inside: bool = True) -> float:
         """The µs of the fastest plan that could be within these bytes; infinite if there can be none.
@@ -231,12 +231,12 @@ class Candidates:
             return completed(problem, again, known.minimum_device_bytes, known.certificate)
         if fits((resident := self.resident).plan, problem.budgets) and not self.resident_may_be_slow:
             minimum = min(self.floor, resident.plan.peak_bytes["device"])
-            return completed(problem, resident, minimum, self.certificate(device, host, resident.plan.total_us))
+            return completed(problem, resident, minimum, self.certificate(device, host))
         candidate = self.evaluate(self._searched(limits := limits_of(problem.budgets))[0])
         if limits.missing(candidate.plan):
             raise self._refusal(limits)
         minimum = min(self.floor, candidate.plan.peak_bytes["device"])
-        return completed(problem, candidate, minimum, self.certificate(device, host, candidate.plan.total_us))
+        return completed(problem, candidate, minimum, self.certificate(device, host))
 
     def _searched(self, limits: Limits) -> list[Plan]:
         """Returns the plans that a search ends at, the best first."""
@@ -414,7 +414,7 @@ class Candidates:
         for tier, limit in budgets.nbytes.items():
             if limit is not None and peaks[tier] > limit:
                 raise self._short(candidate, tier)
-        bound = self.certificate(budgets.device, budgets.host, candidate.plan.total_us)
+        bound = self.certificate(budgets.device, budgets.host)
         return completed(replace(self.problem, budgets=budgets), candidate, peaks["device"], bound)
 
     def of_policy(self, policy: str, budgets: Budgets) -> Candidate:

@@ -61,7 +61,7 @@ def plan_like(problem: PlanningProblem, similar: Plan) -> Planned | None:
     if plan is None or fits(candidates.resident.plan, limits):
         return None
     candidate = candidates.evaluate(plan)
-    certificate = candidates.certificate(limits.device, limits.host, candidate.plan.total_us)
+    certificate = candidates.certificate(limits.device, limits.host)
     if not fits(candidate.plan, limits) or certificate is None or similar.certificate is None:
         return None
     if 1 + certificate.gap(candidate.plan.total_us) > _FARTHER * (1 + similar.certificate.gap(similar.total_us)):

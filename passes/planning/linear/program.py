@@ -121,15 +121,6 @@ class Program:
             raise Infeasible("expected a solution of the linear program, found none")
         return solution._replace(values=numpy.append(solution.values, 0.0)[prepared.columns]), prepared.rows
 
-    def whole(
-        self, budgets: Mapping[str, int | None], counted: Counted, variables: Sequence[int]
-    ) -> tuple[float, dict[int, float]]:
-        """Returns a number that the first variable is not below where ``variables`` are 0 or 1, and these; empty where the
-        solver finds none."""
-        prepared, limits = self._within(budgets, counted)
-        least, values = prepared.solver.whole(limits, prepared.bounds, variables)
-        return least, {} if values is None else {variable: float(round(values[variable])) for variable in variables}
-
     def least_nbytes(self, tier: str, budgets: Mapping[str, int | None], counted: Counted) -> int:
         """Returns bytes of a tier that the program has no solution with fewer of, within ``budgets`` of others and in any time.
         Raises Infeasible."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from mtcompile.passes.analysis.state import trained_nbytes
-from mtcompile.passes.planning.linear.homes import HomeCost
 from mtcompile.passes.planning.linear.program import Work, added
 from mtcompile.passes.planning.linear.terms import Load, Terms
 from mtcompile.passes.planning.problem import PlanningProblem
@@ -16,18 +14,10 @@ from mtcompile.runtime.schedule import PHASES
 
 _HOME_AND_UPDATED = (("d2h", "backward"), ("host", "backward"))  # queues and phases that a home's gradients go through
 _MOST_PLACES = 16  # blocks before and behind which work is counted
-_NEARLY_ALL = 0.9  # of the work of updates: smaller homes than those that make it up would say little
 
 
-def take_time(
-    problem: PlanningProblem,
-    costs: Mapping[str, HomeCost],
-    terms: Terms,
-    whole: bool = False,
-    places: Collection[int] | None = None,
-) -> None:
-    """Adds the rows. ``costs``: of homes; ``whole``: with rows that bind where homes are whole; ``places``: the blocks before
-    and behind which work is counted; None: some, spread over all."""
+def take_time(problem: PlanningProblem, terms: Terms, places: Collection[int] | None = None) -> None:
+    """Adds the rows. ``places``: the blocks before and behind which work is counted; None: some, spread over all."""
     step, machine, budgets = problem.step, problem.machine, problem.budgets
     program, time, span, away = terms.program, terms.time, terms.span, terms.away
     for region, needs in terms.needs.items():
@@ -74,8 +64,6 @@ def take_time(
         terms.work(queue, phase, place)
     for place in places:
         _before_and_behind(problem, terms, place, turn, contention)
-    if whole and budgets.updates is not None and not terms.on_disk:
-        _wait_for_copies(terms, costs, _copied_once(problem, terms), places, turn, contention, budgets.updates.run_ahead)
 
 
 def _with_casts(terms: Terms, phases: Iterable[str]) -> dict[str, Work]:
@@ -120,63 +108,6 @@ def _before_and_behind(
         program.takes(backward, {**terms.updates(0, place), "link": idle_from, "compute": backward_from}, turn)
         for home in homes:
             program.takes(backward, {"link": idle_from, "compute": backward_from}, _chain(terms, home, _HOME_AND_UPDATED), turn)
-
-
-def _wait_for_copies(
-    terms: Terms,
-    costs: Mapping[str, HomeCost],
-    homes: Iterable[str],
-    places: Sequence[int],
-    turn: Mapping[int, float],
-    contention: Mapping[int, float],
-    run_ahead: bool,
-) -> None:
-    """Adds what the host waits for copies. Its first update begins when the gradients of that home have come, and the next
-    forward fetches the home that is updated last; both take at least as long as for the smallest of some homes. ``homes``: each
-    is fetched by one forward, and its gradients are copied at once."""
-    program, largest, updated = terms.program, _largest(costs, homes), dict[int, float]()
-    copied_us = min((costs[home].store_us for home in largest), default=0.0)
-    copied_us += min((costs[home].fetch_us["forward"] for home in largest), default=0.0) if run_ahead else 0.0
-    any_away, before = program.variable(), -1
-    for place in places:
-        here = {terms.away[home]: costs[home].update_us for home in largest if before < terms.blocks[home][1] <= place}
-        earlier, any_away, before = any_away, program.variable(), place
-        for variable in (*here, *([earlier] if updated else [])):
-            program.at_most({variable: 1.0, any_away: -1.0})
-        updated = program.summed(added(updated, here))
-        single = len(terms.backwards.get(place, ())) <= 1
-        behind = place if single else place + 1
-        outside = terms.work("compute", "backward", behind)
-        idle = terms.work("exposed", "backward", behind)
-        if run_ahead:
-            outside = _sum(outside, terms.work("compute", "forward", place))
-        link = _sum(({any_away: copied_us}, 0.0), idle)
-        until = {terms.time: 1.0} if run_ahead else {terms.span["backward"]: 1.0}
-        work = {"host": (updated, 0.0), "link": link, "compute": outside}
-        program.takes(until, work, turn, contention if run_ahead else {})
-
-
-def _largest(costs: Mapping[str, HomeCost], homes: Iterable[str]) -> list[str]:
-    """The homes with the most bytes of gradients, whose updates take nearly as long as all of them."""
-    by_us = defaultdict[float, list[str]](list)
-    for home in homes:
-        by_us[costs[home].store_us].append(home)
-    most_us, largest = _NEARLY_ALL * sum(costs[home].update_us for home in itertools.chain(*by_us.values())), list[str]()
-    for us in sorted(by_us, reverse=True):
-        if us and sum(costs[home].update_us for home in largest) < most_us:
-            largest += by_us[us]
-    return largest
-
-
-def _copied_once(problem: PlanningProblem, terms: Terms) -> list[str]:
-    """The homes whose weights a single forward fetches in one copy, and whose gradients a single backward sends home in one."""
-    homes, by_rows = problem.step.meta["homes"], problem.step.meta["rows"]
-    in_rows, users = {homes.get(name) for name in by_rows}, Counter[tuple[str, str]]()
-    for region, needs in terms.needs.items():
-        users.update((home, "read") for home in needs.read if region.meta["phase"] == "forward")
-        users.update((home, "stored") for home in needs.stored)
-    once = (home for home in terms.away if users[home, "read"] == users[home, "stored"] == 1)
-    return [home for home in once if home not in in_rows]
 
 
 def _chain(terms: Terms, home: int, ways: Sequence[tuple[str, str]]) -> dict[int, float]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from math import inf, isfinite
+from functools import partial
+from math import inf
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from mtcompile.passes.planning.linear.exposed import Gap, gaps_between
 from mtcompile.passes.planning.linear.homes import HomeCost, home_costs, place_casts
 from mtcompile.passes.planning.linear.memory import Waits, hold_memory, waiting
 from mtcompile.passes.planning.linear.needs import param_homes
-from mtcompile.passes.planning.linear.program import Counted, Infeasible, Program, added, gains_us
+from mtcompile.passes.planning.linear.program import Counted, Infeasible, added, gains_us
 from mtcompile.passes.planning.linear.queues import take_time
 from mtcompile.passes.planning.linear.solver import Solution
 from mtcompile.passes.planning.linear.terms import Load, Terms, terms_of
@@ -32,8 +32,6 @@ from mtcompile.runtime.schedule import PHASES, Schedule
 
 _GIB = 1 << 30
 _COUNTED = Counted()  # where the optimum is a bound
-_FAR = 1.02  # times its bound: then a plan's bound is worth a closer look
-_MOST_WHOLE, _NEARLY_ALL = 24, 0.99  # homes that may be whole: of more, one matters little; and their share of all bytes
 _GROUPS, _MANY = 16, 64  # of equal blocks that decide alike, where no bound is wanted; and from how many blocks on
 _FASTER = 0.999  # of the µs: less is not worth a search
 _APART = 1.4  # times as many bytes as the next optimum of a chain
@@ -183,12 +181,9 @@ class _Built(NamedTuple):
     waits: Waits
 
 
-def _build(
-    problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost], bounds: bool, whole: bool = False
-) -> _Built:
+def _build(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost], bounds: bool) -> _Built:
     """Builds the program. ``bounds``: with the time between two backwards, which those that fetch ahead do without: they have
-    the room for it, and a program with more variables has another of its optima. ``whole``: with rows that bind where homes are
-    whole."""
+    the room for it, and a program with more variables has another of its optima."""
     terms = terms_of(problem.step, problem.budgets.disk is not None)
     _place_homes(problem, costs, terms)
     place_casts(problem, terms)
@@ -197,7 +192,7 @@ def _build(
         _send_on(problem, terms, choices)
     gaps = gaps_between(problem, costs, terms, choices) if bounds else []
     ends = None if bounds or terms.on_disk else _let_decide_alike(problem, blocks, costs, terms, choices)
-    take_time(problem, costs, terms, whole, ends)
+    take_time(problem, terms, ends)
     return _Built(terms, choices, gaps, waiting(problem, blocks, terms, choices, ends))
 
 
@@ -252,63 +247,17 @@ class Bounds:
             self._outside[key] = self.solve(limits, inside=False, like=last)
         return self._outside[key]
 
-    def certificate(self, limits: Mapping[str, int | None], us: float) -> Certificate | None:
-        """How fast any plan within ``limits`` could be, in bytes per tier; None if there can be none. Where ``us``, of a plan,
-        is far above that, each of the largest homes is on one tier, which takes longer to find."""
-        certificate = _certificate(self._by_shares, limits)
-        if certificate is None or us <= _FAR * certificate.bound_us or len(self._largest) > _MOST_WHOLE:
-            return certificate
-        closer = _certificate(self._by_whole_homes, limits)
-        return certificate if closer is None or closer.bound_us <= certificate.bound_us else closer
-
-    def _by_shares(self, limits: Mapping[str, int | None], like: Relaxed | None) -> _Bound:
-        relaxed = self.solve(limits, like=like or self._chain.near(limits))
-        return _Bound(relaxed.bound_us, relaxed.gains_us(), relaxed)
-
-    def _by_whole_homes(self, limits: Mapping[str, int | None], like: Relaxed | None) -> _Bound:
-        program, homes = self._whole
-        bound_us, decided = program.whole(limits, _COUNTED, homes)
-        if not isfinite(bound_us):
-            raise Infeasible("expected whole homes within the limits, found none")
-        solution, rows = program.solve(limits, _COUNTED, decided)
-        return _Bound(bound_us, gains_us(rows, solution.values, solution.prices[len(solution.prices) - len(rows) :]), None)
-
-    @cached_property
-    def _whole(self) -> tuple[Program, list[int]]:
-        """The program with rows that bind where homes are whole, and the variables of these."""
-        terms, choices, gaps, waits = _build(self.problem, self.blocks, self.costs, True, whole=True)
-        hold_memory(self.problem, self.blocks, terms, choices, waits, _COUNTED, gaps)
-        return terms.program, [terms.away[home] for home in self._largest]
-
-    @cached_property
-    def _largest(self) -> list[str]:
-        """The homes with nearly all bytes."""
-        held, largest, nbytes = held_nbytes(self.problem.step, self.problem.budgets), list[str](), 0
-        for home in sorted(held, key=lambda home: -held[home]):
-            if nbytes < _NEARLY_ALL * sum(held.values()):
-                largest.append(home)
-                nbytes += held[home]
-        return largest
-
-
-class _Bound(NamedTuple):
-    """A bound in µs, the gains of its certificate, and the optimum that others near it may begin at."""
-
-    us: float
-    gains_us: dict[str, float]
-    optimum: Relaxed | None
-
-
-def _certificate(
-    bound: Callable[[Mapping[str, int | None], Relaxed | None], _Bound], limits: Mapping[str, int | None]
-) -> Certificate | None:
-    with suppress(Infeasible):
-        bound_us, gains_us, optimum = bound(limits, None)
-        for tier, nbytes in limits.items():
-            if nbytes is not None and tier != "disk":
-                gains_us[f"{tier} memory"] = bound_us - bound({**limits, tier: nbytes + _GIB}, optimum).us
-        return Certificate(bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
-    return None
+    def certificate(self, limits: Mapping[str, int | None]) -> Certificate | None:
+        """How fast any plan within ``limits`` could be, in bytes per tier; None if there can be none."""
+        with suppress(Infeasible):
+            relaxed = self.solve(limits, like=self._chain.near(limits))
+            gains_us = relaxed.gains_us()
+            for tier, nbytes in limits.items():
+                if nbytes is not None and tier != "disk":
+                    more = self.solve({**limits, tier: nbytes + _GIB}, like=relaxed)
+                    gains_us[f"{tier} memory"] = relaxed.bound_us - more.bound_us
+            return Certificate(relaxed.bound_us, {what: us for what, us in gains_us.items() if us > 1e-3})
+        return None
 
 
 def faster_than_resident(problem: PlanningProblem, solve: Solve, homes: Iterable[str], resident_us: float) -> bool:

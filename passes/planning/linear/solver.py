@@ -23,8 +23,6 @@ _SETTINGS: Mapping[str, Any] = {
 # whether it is to go on: after so many, it begins anew without a basis. Few programs need as many. HiGHS's own limit of
 # iterations does not end this: it went on for 20 s.
 _MOST_STEPS = 500
-# Until how near to the least, as a share of it, and at how many nodes of the search a solver looks for whole numbers.
-_WHOLE: Mapping[str, Any] = {"mip_rel_gap": 2e-3, "mip_max_nodes": 100}
 
 
 class Solution(NamedTuple):
@@ -115,24 +113,6 @@ class Solver:
         solution = highs.getSolution()
         optimum = float(highs.getInfo().objective_function_value)
         return Solution(optimum, numpy.array(solution.col_value), -numpy.array(solution.row_dual), highs.getBasis())
-
-    def whole(self, limits: Array, bounds: Array, variables: Sequence[int]) -> tuple[float, Array | None]:
-        """Returns a number that the first variable is not below where ``variables`` are whole numbers, and values of all that
-        are near it; None where none were found. It may be less than the least by a little (see ``_WHOLE``)."""
-        highs, kinds = self._highs, self._module.HighsVarType
-        self._set(limits, bounds)
-        for variable in variables:
-            highs.changeColIntegrality(variable, kinds.kInteger)
-        for name, value in {**_WHOLE, "presolve": "on"}.items():
-            highs.setOptionValue(name, value)
-        self._run()
-        info, values = highs.getInfo(), highs.getSolution()
-        least = float(info.mip_dual_bound)
-        near = numpy.array(values.col_value) if values.value_valid else None
-        for variable in variables:
-            highs.changeColIntegrality(variable, kinds.kContinuous)
-        highs.setOptionValue("presolve", "off")
-        return least, near
 
     def _run(self, most_steps: float = inf) -> None:
         """Solves the program. HiGHS has as many threads as its first run in this process, and refuses another number."""

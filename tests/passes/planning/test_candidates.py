@@ -151,7 +151,7 @@ def test_the_bound_is_never_above_a_plan(case: str, way: str, every: bool) -> No
             plan = varied(candidates, rnd)
             patient = paced(plan, candidates.evaluate, candidates._evaluator.due_first)
             plan = rnd.choice([patient, candidates.evaluate(impatient(plan) or plan)]).plan
-            certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"], inf)
+            certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"])
             assert certificate is not None and certificate.bound_us <= plan.total_us * (1 + 1e-9), machine.name
 
 
@@ -168,7 +168,7 @@ def test_the_bound_is_never_above_a_plan_with_homes_on_disk(case: str, way: str,
         plan = with_homes_on_disk(varied(candidates, rnd), rnd)
         patient = paced(plan, candidates.evaluate, candidates._evaluator.due_first)
         plan = rnd.choice([patient, candidates.evaluate(impatient(plan) or plan)]).plan
-        certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"], inf)
+        certificate = candidates.certificate(plan.peak_bytes["device"], plan.peak_bytes["host"])
         assert certificate is not None and certificate.bound_us <= plan.total_us * (1 + 1e-9), machine.name
 
 
@@ -309,7 +309,7 @@ def test_updates_that_need_not_wait_for_the_last_cast_are_seen() -> None:
     assert least.total_us < patient.total_us and least.peak_bytes["host"] < patient.peak_bytes["host"]
     host = least.peak_bytes["host"]
     assert candidates.by_policy("megatrain", Budgets(host=host, updates=Updates())).plan == replace(
-        least, budget_bytes={"device": None, "host": host}, certificate=candidates.certificate(None, host, least.total_us)
+        least, budget_bytes={"device": None, "host": host}, certificate=candidates.certificate(None, host)
     )
     assert candidates.best(least.peak_bytes["device"], host).plan.total_us <= least.total_us
 

@@ -76,28 +76,7 @@ def test_a_basis_that_leads_nowhere_is_left(monkeypatch: pytest.MonkeyPatch) -> 
         again, alone = highs(limits * 1.5, bounds, first.basis), Solver(matrix, _EQUAL)(limits * 1.5, bounds)
         anew += highs._patience.left > 1
         assert again is not None and alone is not None and abs(again.optimum - alone.optimum) < 1e-9
-        assert highs.whole(limits, bounds, [1, 2])[1] is not None
     assert anew
-
-
-def test_a_program_with_whole_numbers_is_bound() -> None:
-    """The bound is not above the best of all whole numbers, and not far below it; later solutions are in parts again."""
-    for seed in range(6):
-        matrix, limits, bounds = program(seed)
-        whole = random.Random(seed).sample(range(1, _COLUMNS), 5)
-        best = numpy.inf
-        for values in itertools.product((0.0, 1.0), repeat=len(whole)):
-            decided = bounds.copy()
-            decided[whole] = [(value, value) for value in values]
-            if (solution := Solver(matrix, _EQUAL)(limits, decided)) is not None:
-                best = min(best, solution.optimum)
-        solve = Solver(matrix, _EQUAL)
-        in_parts = solve(limits, bounds)
-        least, found = solve.whole(limits, bounds, whole)
-        again = solve(limits, bounds)
-        assert in_parts is not None and again is not None and again.optimum == in_parts.optimum
-        assert max(in_parts.optimum, 0.995 * best) <= least + 1e-9 and least <= best + 1e-9
-        assert found is not None and all(abs(found[v] - round(found[v])) < 1e-6 for v in whole)
 
 
 _BLOCKS, _OPTIONS, _COUNTED = 6, 3, Counted(ahead=1)
@@ -159,8 +138,8 @@ def test_what_has_no_room_has_no_solution_with_one_variable_either() -> None:
 
 
 def solved(threads: int | None = None) -> list[Any]:
-    """Solutions in parts, with whole numbers, and in parts again. ``threads``: those that HiGHS has in this process from then
-    on; it has half as many as there are processors where its first run names no number."""
+    """A solution. ``threads``: those that HiGHS has in this process from then on; it has half as many as there are processors
+    where its first run names no number."""
     if threads is not None:
         import highspy
 
@@ -171,9 +150,10 @@ def solved(threads: int | None = None) -> list[Any]:
         other.run()
     matrix, limits, bounds = program(0)
     highs = Solver(matrix, _EQUAL)
-    first, (least, near), again = highs(limits, bounds), highs.whole(limits, bounds, [1, 2, 3]), highs(limits, bounds)
-    assert first is not None and again is not None and near is not None
-    return [first.values.tolist(), least, near.tolist(), again.values.tolist()]
+    first = highs(limits, bounds)
+    assert first is not None
+    found: list[Any] = first.values.tolist()
+    return found
 
 
 def test_solutions_are_those_of_one_thread_where_a_process_has_several() -> None:

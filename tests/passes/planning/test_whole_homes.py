@@ -1,11 +1,10 @@
-"""Steps of a few large homes: bounds count them whole, and plans are near these bounds."""
+"""Steps of a few large homes: bounds hold, and seeds keep whole homes."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import pytest
@@ -67,12 +66,12 @@ def test_a_bound_counts_that_the_host_may_cast_what_takes_no_fewer_bytes_then() 
     for updates in (None, Updates(run_ahead=True)):
         candidates = Candidates(PlanningProblem(step, slow_to_launch, Budgets(updates=updates)))
         plan = candidates.evaluate(replace(candidates.base, narrow=True)).plan
-        certificate = candidates.certificate(plan.peak_bytes["device"], None, inf)
+        certificate = candidates.certificate(plan.peak_bytes["device"], None)
         assert certificate is not None and certificate.bound_us <= plan.total_us < 0.95 * candidates.resident.plan.total_us
 
 
 @pytest.mark.parametrize("run_ahead", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_bound_of_whole_homes_is_near_the_best_of_all_places_and_not_above_it(run_ahead: bool) -> None:
+def test_a_bound_is_not_above_the_best_of_all_places(run_ahead: bool) -> None:
     candidates = Candidates(PlanningProblem(chain(4, 64, 8), _MACHINE, Budgets(updates=Updates(run_ahead=run_ahead))))
     plans, homes = [], list(candidates.sizes)
     base = candidates.evaluate(candidates.base).plan
@@ -86,16 +85,14 @@ def test_a_bound_of_whole_homes_is_near_the_best_of_all_places_and_not_above_it(
         plan = replace(base, lookahead=ahead).with_decisions([Decision(*each, 0, "") for each in placed])
         plan = plan.with_decision(Decision("activation", "*", "device", 0, ""))
         plans.append(candidates._paced(plan).plan)
-    closer = faster = 0
+    faster = 0
     low, high = (pick(plan.peak_bytes["device"] for plan in plans) for pick in (min, max))
     for budget in range(low, high, (high - low) // 6):
         best = min(plan.total_us for plan in plans if plan.peak_bytes["device"] <= budget)
-        bounds = [candidates.certificate(budget, None, us) for us in (0.0, inf)]
-        assert bounds[0] is not None and bounds[1] is not None
-        assert bounds[0].bound_us <= bounds[1].bound_us <= best * (1 + 1e-9)
-        closer += bounds[1].bound_us > 1.05 * bounds[0].bound_us
+        certificate = candidates.certificate(budget, None)
+        assert certificate is not None and certificate.bound_us <= best * (1 + 1e-9)
         faster += candidates.best(budget, None).plan.total_us <= best
-    assert closer >= 2 and faster >= 5
+    assert faster >= 5
 
 
 def test_seeds_of_blocks_that_save_nothing_make_values_again_and_keep_to_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
