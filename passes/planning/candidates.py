@@ -28,7 +28,7 @@ from mtcompile.passes.planning.evaluate import completed, evaluate, identity, ju
 from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
 from mtcompile.passes.planning.limits import NO_LIMITS, Limits, fits, limits_of, missing_nbytes, order
 from mtcompile.passes.planning.linear.relaxation import Bounds, faster_than_resident
-from mtcompile.passes.planning.linear.seeds import Rounding, Within, within_of
+from mtcompile.passes.planning.linear.seeds import Rounding, Within
 from mtcompile.passes.planning.pace import impatient, paced, with_pace
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem, Progress, no_progress
@@ -144,7 +144,7 @@ class Candidates:
     def _seeds(self) -> Within:
         rounding = Rounding(self.blocks, self.sizes, () if self._disk is None else self._disk.order)
         held = held_nbytes(self.problem.step, self.problem.budgets)
-        return within_of(self._bounds, least_plan(self.base, self.blocks), rounding, held)
+        return Within(self._bounds.solve, least_plan(self.base, self.blocks), rounding, held)
 
     @cached_property
     def _ways(self) -> Ways:

@@ -40,8 +40,7 @@ class Choices:
     gets back from the host (``back``); ``waiting``: of what left blocks before it and waits on the device, what no backward
     behind its own reads; ``given``: that its backward reads of what left other blocks and did not wait on the device, and
     ``given_first``: what of this no block behind it reads. ``repeated``: the µs of making again what leaves a block, each.
-    ``chain``: bytes that calls make again before one backward reads the last of them. ``variables``: of a block, all of these,
-    in the same order for equal blocks."""
+    ``chain``: bytes that calls make again before one backward reads the last of them."""
 
     options: dict[int, list[tuple[Option, int]]] = field(default_factory=dict)
     crossing: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
@@ -54,7 +53,6 @@ class Choices:
     given_first: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
     repeated: list[int] = field(default_factory=list)
     chain: dict[int, float] = field(default_factory=dict)
-    variables: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +90,12 @@ def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms
     hulls: dict[tuple[object, ...], tuple[Variant, ...]] = {}
     shared: dict[tuple[Variant, str], Option] = {}
     for block in blocks:
-        first = len(terms.program.upper)
         _place_saved(problem, block, terms, choices, operands[block.index], hulls, shared)
         _fetch_again(problem, block, terms, operands[block.index])
         _cast_again(problem, block, terms, operands[block.index])
-        choices.variables[block.index] += range(first, len(terms.program.upper))
     making = _Making(bounds, calls)
     for block in blocks:
-        first = len(terms.program.upper)
         _place_crossing(problem, block, blocks, terms, choices, operands, making)
-        choices.variables[block.index] += range(first, len(terms.program.upper))
     for block in blocks:
         _keep_no_more(problem.step, block, terms, choices, operands[block.index])
     if choices.again:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -24,18 +24,15 @@ Held = tuple[Mapping[int, float], float]  # bytes by variable, and constant byte
 
 class Waits(NamedTuple):
     """Bytes that wait on the device: ``live``, at each block, of homes and activations; ``gradients``, by block, when its
-    backward begins, and, at -1, at the end. ``ends``: the blocks at which memory is counted; None: at all."""
+    backward begins, and, at -1, at the end."""
 
     live: Sequence[Mapping[int, float]]
     gradients: Mapping[int, Held]
-    ends: Collection[int] | None
 
 
-def waiting(
-    problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, choices: Choices, ends: Collection[int] | None
-) -> Waits:
+def waiting(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, choices: Choices) -> Waits:
     """Returns what waits on the device at each block."""
-    return Waits(_live_at(blocks, terms, choices), gradients_at(problem, terms), ends)
+    return Waits(_live_at(blocks, terms, choices), gradients_at(problem, terms))
 
 
 def _live_at(blocks: Sequence[Block], terms: Terms, choices: Choices) -> list[dict[int, float]]:
@@ -101,8 +98,6 @@ def hold_memory(
     always = problem.budgets.reserve + sum(held_nbytes(problem.step, problem.budgets).values())
     for place, (block, live) in enumerate(zip(blocks, waits.live, strict=True)):
         index, back, backward = block.index, choices.back, terms.backwards.get(block.index, [])
-        if waits.ends is not None and index not in waits.ends:
-            continue
         before, after = blocks[max(0, place - ahead) : place], blocks[place + 1 : place + 1 + ahead]
         beside, whole = _beside(problem, backward)
         near = [nbytes[other.index] for other in before for nbytes in (again, back)]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -42,15 +41,14 @@ class Row:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
     """The program as a solver takes it, made once for all budgets: equations first, then the ``rows``; ``limits`` of both, to
-    which the places ``of_tier`` add a budget in GiB; the lowest and the highest value of each column. ``columns``: by variable,
-    its column; -1 where it has none. ``start``: the basis of the solution without budgets."""
+    which the places ``of_tier`` add a budget in GiB; the lowest and the highest value of each variable. ``start``: the basis of
+    the solution without budgets."""
 
     solver: Solver
     rows: Sequence[Row]
     limits: Any
     of_tier: Mapping[str, Sequence[int]]
     bounds: Any
-    columns: Any
     start: Any
 
 
@@ -58,14 +56,13 @@ class _Prepared:
 class Program:
     """Minimize the first variable, so that every row's sum is at most its limit. Variables are at least zero but for those
     that are ``signed``, the sums. ``held``: rows of memory, by what they count (see ``Relaxation``); all others are the same
-    for all of these. ``alike``: variables that have the same value as another one, by that one."""
+    for all of these."""
 
     upper: list[float | None] = field(default_factory=lambda: [None])
     signed: list[int] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     equal: list[Equation] = field(default_factory=list)
     held: dict[Counted, list[Row]] = field(default_factory=lambda: defaultdict(list))
-    alike: dict[int, list[int]] = field(default_factory=dict)
     _prepared: dict[tuple[Counted, tuple[str, ...]], _Prepared] = field(default_factory=dict)
 
     def variable(self, upper: float | None = 1.0) -> int:
@@ -104,22 +101,16 @@ class Program:
     ) -> tuple[Solution, Sequence[Row]]:
         """Solves the program without the rows of tiers that have no budget, with some variables ``fixed``. ``like``: a solution
         for the same tiers to begin at; it is left out if its program had another number of rows. Returns the solution and the
-        rows, whose prices are its last ones; where variables are alike, rows that say the same are one, and sums may be missing
-        (0). Raises Infeasible. No variable and no row may be added any more."""
+        rows, whose prices are its last ones. Raises Infeasible. No variable and no row may be added any more."""
         prepared, limits = self._within(budgets, counted)
         bounds = prepared.bounds.copy()
         for variable, value in fixed.items():
-            bounds[prepared.columns[variable]] = value
-        for variable, others in self.alike.items() if fixed else ():
-            members = variable, *others
-            if not fixed.keys().isdisjoint(members):  # the mean of all is the value of each
-                ends = [(fixed.get(each, 0.0), fixed.get(each, self.upper[each])) for each in members]
-                bounds[prepared.columns[variable]] = numpy.mean(ends, axis=0)
+            bounds[variable] = value
         basis = prepared.start if like is None or len(like.prices) != len(limits) else like.basis
         solution = prepared.solver(limits, bounds, basis)
         if solution is None:
             raise Infeasible("expected a solution of the linear program, found none")
-        return solution._replace(values=numpy.append(solution.values, 0.0)[prepared.columns]), prepared.rows
+        return solution, prepared.rows
 
     def least_nbytes(self, tier: str, budgets: Mapping[str, int | None], counted: Counted) -> int:
         """Returns bytes of a tier that the program has no solution with fewer of, within ``budgets`` of others and in any time.
@@ -130,8 +121,7 @@ class Program:
         terms = [*(terms for terms, _ in self.equal), *(row.terms | more for row, more in zip(rows, in_gib, strict=True))]
         by_column = [{1 + variable: factor for variable, factor in each.items()} for each in terms]
         limits = [limit for _, limit in self.equal] + [row.limit + limited.get(row.tier or "", 0) / _GIB for row in rows]
-        bounds = self._bounds(numpy.arange(1, 1 + len(self.upper)))
-        bounds[1 + _NBYTES, 1] = numpy.inf
+        bounds = numpy.concatenate([[[0.0, numpy.inf]], self._bounds()])
         solution = Solver(matrix_of(by_column, len(bounds)), len(self.equal))(numpy.array(limits, dtype=float), bounds)
         if solution is None:
             raise Infeasible("expected a solution of the linear program, found none")
@@ -150,68 +140,25 @@ class Program:
         return prepared, limits
 
     def _prepare(self, rows: Sequence[Row]) -> _Prepared:
-        equal, columns = self.equal, numpy.arange(len(self.upper))
-        if self.alike:
-            equal, rows = _shortened(equal, rows, set(self.signed), self.alike)
-            columns = self._columns(equal, rows)
-        bounds = self._bounds(columns)
+        equal, bounds = self.equal, self._bounds()
         by_tier: dict[str, list[int]] = defaultdict(list)
         for number, row in enumerate(rows, len(equal)):
             by_tier[row.tier or ""].append(number)
         limits = numpy.array([limit for _, limit in equal] + [row.limit for row in rows], dtype=float)
         terms = [*(terms for terms, _ in equal), *(row.terms for row in rows)]
-        by_column = [{int(columns[variable]): factor for variable, factor in each.items()} for each in terms]
-        solve = Solver(matrix_of(by_column, len(bounds)), len(equal))
+        solve = Solver(matrix_of(terms, len(bounds)), len(equal))
         unlimited = limits.copy()
         for tier in by_tier.keys() - {""}:
             unlimited[by_tier[tier]] = numpy.inf
         first = solve(unlimited, bounds)
-        return _Prepared(solve, rows, limits, by_tier, bounds, columns, None if first is None else first.basis)
+        return _Prepared(solve, rows, limits, by_tier, bounds, None if first is None else first.basis)
 
-    def _bounds(self, columns: Any) -> Any:
-        """The lowest and the highest value of each column. ``columns``: by variable, its column; -1 where it has none."""
-        bounds = numpy.zeros((2 + max(columns), 2))  # the last one is of variables without a column
-        bounds[columns, 1] = [numpy.inf if upper is None else upper for upper in self.upper]
-        bounds[columns[self.signed], 0] = -numpy.inf
-        return bounds[:-1]
-
-    def _columns(self, equal: Sequence[Equation], rows: Sequence[Row]) -> Any:
-        """Returns the column of every variable, that of the first one for all that are alike; -1 for sums that no row reads."""
-        read = set[int]().union(*(terms for terms, _ in equal), *(row.terms for row in rows))
-        without = set(self.signed).difference(read).union(*self.alike.values())
-        alone = [variable for variable in range(len(self.upper)) if variable not in without]
-        columns = numpy.full(len(self.upper), -1)
-        columns[alone] = numpy.arange(len(alone))
-        for variable, alike in self.alike.items():
-            columns[alike] = columns[variable]
-        return columns
-
-
-def _shortened(
-    equal: Sequence[Equation], rows: Sequence[Row], signed: Collection[int], alike: Mapping[int, Sequence[int]]
-) -> tuple[list[Equation], list[Row]]:
-    """Returns equations and rows with one variable for those that are ``alike``, each once, and without the sums, which are
-    ``signed``, that no more than one of them reads."""
-    one = {each: {variable: 1.0} for variable, others in alike.items() for each in others}
-    equal = [(_written_out(terms, one), limit) for terms, limit in equal]
-    rows = [replace(row, terms=_written_out(row.terms, one)) for row in rows]
-    sums = {variable: terms for terms, _ in equal if (variable := next(iter(terms))) in signed}  # each of those before it
-    others = [(terms, limit) for terms, limit in equal if next(iter(terms)) not in sums]
-    reads = Counter(itertools.chain(*(terms for terms, _ in others), *(row.terms for row in rows)))
-    for variable, terms in reversed(sums.items()):
-        if reads[variable]:
-            reads.update(terms.keys() - {variable})
-    inlined: dict[int, dict[int, float]] = {}
-    for variable, terms in sums.items():
-        total = _written_out({v: factor for v, factor in terms.items() if v != variable}, inlined)
-        if reads[variable] < 2:
-            inlined[variable] = total
-        else:
-            others.append(({variable: -1.0} | total, 0.0))
-    others = [(_written_out(terms, inlined), limit) for terms, limit in others]
-    rows = [replace(row, terms=_written_out(row.terms, inlined)) for row in rows]
-    unique = {(*sorted(row.terms.items()), row.limit, row.tier): row for row in rows}
-    return list({(*sorted(terms.items()), limit): (terms, limit) for terms, limit in others}.values()), list(unique.values())
+    def _bounds(self) -> Any:
+        """The lowest and the highest value of each variable."""
+        bounds = numpy.zeros((len(self.upper), 2))
+        bounds[:, 1] = [numpy.inf if upper is None else upper for upper in self.upper]
+        bounds[self.signed, 0] = -numpy.inf
+        return bounds
 
 
 def gains_us(rows: Sequence[Row], values: Any, prices: Any) -> dict[str, float]:
@@ -226,20 +173,6 @@ def gains_us(rows: Sequence[Row], values: Any, prices: Any) -> dict[str, float]:
 
 class Infeasible(Exception):
     """Raised when even the relaxed problem has no solution."""
-
-
-def _written_out(terms: Mapping[int, float], sums: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
-    """Returns terms in which the variables of ``sums`` are those sums."""
-    if sums.keys().isdisjoint(terms):
-        return dict(terms)
-    total: dict[int, float] = defaultdict(float)
-    for variable, factor in terms.items():
-        if (parts := sums.get(variable)) is None:
-            total[variable] += factor
-        else:
-            for part, of_part in parts.items():
-                total[part] += factor * of_part
-    return total
 
 
 def added(*parts: Mapping[int, float]) -> dict[int, float]:

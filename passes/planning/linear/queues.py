@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mtcompile.passes.analysis.state import trained_nbytes
 from mtcompile.passes.planning.linear.program import Work, added
@@ -16,8 +16,8 @@ _HOME_AND_UPDATED = (("d2h", "backward"), ("host", "backward"))  # queues and ph
 _MOST_PLACES = 16  # blocks before and behind which work is counted
 
 
-def take_time(problem: PlanningProblem, terms: Terms, places: Collection[int] | None = None) -> None:
-    """Adds the rows. ``places``: the blocks before and behind which work is counted; None: some, spread over all."""
+def take_time(problem: PlanningProblem, terms: Terms) -> None:
+    """Adds the rows."""
     step, machine, budgets = problem.step, problem.machine, problem.budgets
     program, time, span, away = terms.program, terms.time, terms.span, terms.away
     for region, needs in terms.needs.items():
@@ -57,7 +57,7 @@ def take_time(problem: PlanningProblem, terms: Terms, places: Collection[int] | 
             program.takes(until, {"disk": _sum(terms.work("drive", "backward"), *read)}, contention)
     first = max(terms.backwards, default=0)
     turn = terms.work("h2d", "backward", first)[0]  # what compute waits for at the start of the backward
-    places = _places(terms) if places is None else sorted(places)
+    places = _places(terms)
     loads = [way for way in terms.loads if way[0] != "casts"]
     for (queue, phase), place in itertools.product(loads, reversed(places)):  # each sum has that of the next place
         terms.work(queue, phase, place + 1)

@@ -17,12 +17,11 @@ from typing import NamedTuple, Protocol
 
 from mtcompile.passes.analysis.state import held_nbytes, on_disk_nbytes, trained_nbytes
 from mtcompile.passes.plan import Certificate
-from mtcompile.passes.planning.blocks import Block, blocks_alike
+from mtcompile.passes.planning.blocks import Block
 from mtcompile.passes.planning.linear.blocks import Choices, place_blocks
 from mtcompile.passes.planning.linear.exposed import Gap, gaps_between
 from mtcompile.passes.planning.linear.homes import HomeCost, home_costs, place_casts
 from mtcompile.passes.planning.linear.memory import Waits, hold_memory, waiting
-from mtcompile.passes.planning.linear.needs import param_homes
 from mtcompile.passes.planning.linear.program import Counted, Infeasible, added, gains_us
 from mtcompile.passes.planning.linear.queues import take_time
 from mtcompile.passes.planning.linear.solver import Solution
@@ -32,9 +31,7 @@ from mtcompile.runtime.schedule import PHASES, Schedule
 
 _GIB = 1 << 30
 _COUNTED = Counted()  # where the optimum is a bound
-_GROUPS, _MANY = 16, 64  # of equal blocks that decide alike, where no bound is wanted; and from how many blocks on
 _FASTER = 0.999  # of the µs: less is not worth a search
-_APART = 1.4  # times as many bytes as the next optimum of a chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,36 +139,6 @@ class Relaxation:
         return built
 
 
-class Chain:
-    """Optima for fewer and fewer bytes of the device, from ``high`` on, without limits on others, each begun at the one before.
-    What begins at these is the same whatever was asked before, and takes few steps."""
-
-    def __init__(self, solve: Callable[..., Relaxed], high: int) -> None:
-        self._solve, self._high = solve, high
-        self._optima: list[Relaxed] = []
-        self._ended = False  # there are none for fewer bytes
-
-    def near(self, limits: Mapping[str, int | None]) -> Relaxed | None:
-        """Returns an optimum to begin at within ``limits``; None where not the device alone is limited, or there is none."""
-        device, others = limits["device"], (nbytes for tier, nbytes in limits.items() if tier != "device")
-        return None if device is None or any(nbytes is not None for nbytes in others) else self.above(device)
-
-    def above(self, nbytes: int) -> Relaxed | None:
-        """Returns the optimum for the fewest bytes that are enough for these, or for all there are; None if there is none."""
-        nbytes = max(1, min(nbytes, self._high))
-        while not self._ended and self._nbytes(len(self._optima)) >= nbytes:
-            limits, like = {"device": self._nbytes(len(self._optima)), "host": None}, self._optima[-1:]
-            try:
-                self._optima.append(self._solve(limits, like=like[0] if like else None))
-            except Infeasible:
-                self._ended = True
-        enough = [optimum for place, optimum in enumerate(self._optima) if self._nbytes(place) >= nbytes]
-        return enough[-1] if enough else None
-
-    def _nbytes(self, place: int) -> int:
-        return round(self._high / _APART**place)
-
-
 class _Built(NamedTuple):
     """The program, but for the rows of memory."""
 
@@ -191,53 +158,25 @@ def _build(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str
     if terms.on_disk and problem.budgets.host_activations:
         _send_on(problem, terms, choices)
     gaps = gaps_between(problem, costs, terms, choices) if bounds else []
-    ends = None if bounds or terms.on_disk else _let_decide_alike(problem, blocks, costs, terms, choices)
-    take_time(problem, terms, ends)
-    return _Built(terms, choices, gaps, waiting(problem, blocks, terms, choices, ends))
-
-
-def _let_decide_alike(
-    problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost], terms: Terms, choices: Choices
-) -> frozenset[int] | None:
-    """Lets groups of equal blocks that follow one another decide alike, where there are many: a program whose optimum is no
-    bound is much smaller then. Returns the first and the last block of each group: what is counted up to any other is between
-    what is up to these. None if there are no groups."""
-    held, groups, upper = held_nbytes(problem.step, problem.budgets), list[Sequence[Block]](), terms.program.upper
-    for alike in blocks_alike(blocks):
-        count = _GROUPS if len(alike) >= _MANY else len(alike)
-        for group in (alike[len(alike) * i // count : len(alike) * (i + 1) // count] for i in range(count)):
-            decided, kinds = list[list[int]](), set[object]()
-            for block in group:
-                homes = dict.fromkeys(param_homes(problem.step, block.region).values())
-                own = [home for home in homes if terms.blocks[home] == (block.index, block.index)]
-                of_homes = [variable for home in own for variable in (terms.away[home], terms.staying[home])]
-                decided.append(choices.variables[block.index] + of_homes)
-                about = [(held[home], problem.fixed_homes.get(home), str(costs[home])) for home in own]
-                kinds.add((*about, *(upper[variable] for variable in decided[-1])))
-            if len(group) > 1 and len(kinds) == 1:
-                terms.program.alike |= {first: others for first, *others in zip(*decided, strict=True)}
-                groups.append(group)
-            else:
-                groups += [[block] for block in group]
-    return frozenset(block.index for group in groups for block in (group[0], group[-1])) if len(groups) < len(blocks) else None
+    take_time(problem, terms)
+    return _Built(terms, choices, gaps, waiting(problem, blocks, terms, choices))
 
 
 class Bounds:
     """The bounds of a problem on the time of its plans. ``streamed``: a schedule with every home on the host, with casts there;
-    ``resident``: the plan with everything on the device; ``solve``: its program; ``high``: device bytes that hold all."""
+    ``resident``: the plan with everything on the device; ``solve``: its program."""
 
     def __init__(self, problem: PlanningProblem, blocks: Sequence[Block], streamed: Schedule, resident: Candidate) -> None:
         self.problem, self.blocks = problem, blocks
         self.costs = home_costs(problem, streamed, resident.schedule)
-        self.solve, self.high = Relaxation(problem, blocks, self.costs), resident.plan.peak_bytes["device"]
-        self._chain = Chain(self.solve, self.high)
+        self.solve = Relaxation(problem, blocks, self.costs)
         self._outside: dict[object, Relaxed] = {}  # by limits, as they were asked for
 
     def us(self, limits: Mapping[str, int | None], inside: bool = True) -> float:
         """The µs of the fastest plan that could be within ``limits``; infinite if there can be none.
         ``inside``: see ``Relaxation``."""
         try:
-            return (self.solve(limits, like=self._chain.near(limits)) if inside else self._without_insides(limits)).bound_us
+            return (self.solve(limits) if inside else self._without_insides(limits)).bound_us
         except Infeasible:
             return inf
 
@@ -250,7 +189,7 @@ class Bounds:
     def certificate(self, limits: Mapping[str, int | None]) -> Certificate | None:
         """How fast any plan within ``limits`` could be, in bytes per tier; None if there can be none."""
         with suppress(Infeasible):
-            relaxed = self.solve(limits, like=self._chain.near(limits))
+            relaxed = self.solve(limits)
             gains_us = relaxed.gains_us()
             for tier, nbytes in limits.items():
                 if nbytes is not None and tier != "disk":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 from mtcompile.passes.plan import Choice, Decision, Plan
@@ -13,7 +12,7 @@ from mtcompile.passes.planning.blocks import Block, blocks_alike, variant_decisi
 from mtcompile.passes.planning.disk.spacing import spaced
 from mtcompile.passes.planning.linear.blocks import Option
 from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.relaxation import Bounds, Chain, Relaxed, Solve
+from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve
 
 T = TypeVar("T")
 _AHEAD = (1, 2, 3)  # blocks ahead that plans fetch
@@ -41,12 +40,10 @@ def _with_whole_homes(
 
 
 class Within(NamedTuple):
-    """Seeds within limits on the device and on the host, which may have none (None). ``solve``: see ``Relaxation``; ``chain``:
-    the optima at which the first ones begin, without a limit on the host; ``least``: decides what the program does not;
-    ``held``: bytes by home, with its state."""
+    """Seeds within limits on the device and on the host, which may have none (None). ``solve``: see ``Relaxation``;
+    ``least``: decides what the program does not; ``held``: bytes by home, with its state."""
 
     solve: Solve
-    chain: Chain
     least: Plan
     rounding: Rounding
     held: Mapping[str, int]
@@ -55,7 +52,7 @@ class Within(NamedTuple):
         """Yields plans with their figures that are near ``limits``, a few for each number of blocks that fetches are ahead: as
         long as one is above a limit, the next is made for as many bytes less, and so is, without a limit on the host, the first
         one for each later number. ``evaluate``: gives a plan its figures."""
-        first, aim = self.chain.near(limits), dict(limits)
+        first, aim = None, dict(limits)
         for ahead in _AHEAD:
             within, base, near = dict(aim), self.least.changed(lookahead=ahead, pooled=True), first
             for tries in range(1, _TRIES + 1):
@@ -90,11 +87,6 @@ class Within(NamedTuple):
             count += 1
         whole = {home: place < count for place, home in enumerate(order)}
         return self.rounding(self.solve(limits, whole, base.lookahead, optimum), base)
-
-
-def within_of(bounds: Bounds, least: Plan, rounding: Rounding, held: Mapping[str, int]) -> Within:
-    """Returns seeds within limits, by the program of ``bounds``. For the others see ``Within``."""
-    return Within(bounds.solve, Chain(partial(bounds.solve, ahead=_AHEAD[0]), bounds.high), least, rounding, held)
 
 
 def _chosen(resident: Mapping[str, float], sizes: Mapping[str, int], preferred: Mapping[str, float]) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
@@ -215,25 +213,6 @@ def test_one_program_tells_the_bytes_below_which_nothing_fits() -> None:
     least, far = candidates.least_nbytes, 1 << 10  # what a solver may leave out of rows in GiB
     assert candidates.bound_us(least - far, None) == inf > candidates.bound_us(least + far, None) > 0
     assert 0 < least <= candidates.least().plan.peak_bytes["device"]
-
-
-@pytest.mark.slow
-def test_equal_blocks_that_decide_alike_have_nearly_the_optimum_of_blocks_that_decide_alone() -> None:
-    step = trace(Residual(lambda: nn.Linear(WIDTH, WIDTH), layers=68), {"x": torch.ones(256, WIDTH)}).step
-    candidates = Candidates(PlanningProblem(step, SLOW, Budgets(updates=Updates(run_ahead=True)), effort="quick"))
-    least, most = candidates.floor, candidates.resident.plan.peak_bytes["device"]
-    costs = home_costs(candidates.problem, candidates._streamed, candidates.resident.schedule)
-    each_alone = [replace(block, variants=tuple(list(block.variants))) for block in candidates.blocks]
-    home = list(candidates.sizes)[30]
-    limits = [{"device": least + (most - least) * i // 5, "host": None} for i in (1, 3)]
-    for decided, ahead in itertools.product(({}, {home: True}), (0, 1)):
-        solve_alone, solve_alike = (Relaxation(candidates.problem, blocks, costs) for blocks in (each_alone, candidates.blocks))
-        for limit in limits:
-            alone, alike = solve_alone(limit, decided, ahead), solve_alike(limit, decided, ahead)
-            if ahead:
-                assert alone.bound_us < alike.bound_us < 1.01 * alone.bound_us
-            else:
-                assert alike.bound_us == pytest.approx(alone.bound_us)  # a bound is that of all plans
 
 
 @pytest.mark.slow

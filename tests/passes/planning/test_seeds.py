@@ -1,45 +1,19 @@
-"""Tests of the plans that linear programs seed, and of the optima at which these programs begin."""
+"""Tests of the plans that linear programs seed."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 
 from mtcompile.passes.analysis.state import Budgets, held_nbytes
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.limits import Limits
-from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.relaxation import Bounds, Chain
-from mtcompile.passes.planning.linear.seeds import Rounding, within_of
+from mtcompile.passes.planning.linear.relaxation import Bounds
+from mtcompile.passes.planning.linear.seeds import Rounding, Within
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.starts import least_plan
 from tests.passes.planning.drawn_plans import MACHINES, WAYS, crossing
-
-
-def test_each_optimum_of_a_chain_begins_at_the_one_before_and_is_made_once() -> None:
-    made: list[tuple[int, object]] = []
-
-    def solve(limits: dict[str, int], like: object) -> Any:
-        if limits["device"] < 250:
-            raise Infeasible
-        made.append((limits["device"], like))
-        return str(limits["device"])
-
-    chain = Chain(solve, 1000)
-    assert chain.above(600) == "714" and made == [(1000, None), (714, "1000")]
-    assert chain.above(1000) == chain.above(5000) == chain.above(715) == "1000" and len(made) == 2
-    assert chain.above(510) == "510" and chain.above(511) == "714"
-    assert chain.above(300) == "364" and chain.above(1) == chain.above(0) == "260"
-    assert [like for _, like in made] == [None, "1000", "714", "510", "364"]
-    assert chain.near({"device": 600, "host": None, "disk": None}) == "714"
-    assert chain.near({"device": 600, "host": 600}) is chain.near({"device": None, "host": None}) is None
-
-    def never(limits: object, like: object) -> Any:
-        raise Infeasible
-
-    assert Chain(never, 1000).above(500) is None and Chain(solve, 0).above(0) is None
 
 
 @pytest.mark.parametrize("share", [0.4, 0.6])
@@ -52,7 +26,7 @@ def test_seeds_are_near_their_limits_and_some_are_within(share: float) -> None:
     limits = Limits(int(low + share * (resident.peak_bytes["device"] - low)))
     bounds = Bounds(problem, candidates.blocks, candidates.planned(least).schedule, candidates.resident)
     rounding, held = Rounding(candidates.blocks, candidates.sizes), held_nbytes(problem.step, problem.budgets)
-    seeds = within_of(bounds, least, rounding, held)
+    seeds = Within(bounds.solve, least, rounding, held)
     plans = list(seeds.plans(limits._asdict(), lambda plan: candidates.evaluate(plan).plan))
     by_ahead = [list(alike) for _, alike in itertools.groupby(plans, lambda plan: plan.lookahead)]
     assert [alike[0].lookahead for alike in by_ahead] == [1, 2, 3]
@@ -61,7 +35,7 @@ def test_seeds_are_near_their_limits_and_some_are_within(share: float) -> None:
         assert peaks == sorted(peaks, reverse=True) and len(peaks) <= 3 and peaks[0] < 1.2 * (limits.device or 0)
         assert all(map(limits.missing, alike[:-1]))
     assert any(not limits.missing(plan) for plan in plans)
-    again = within_of(bounds, least, rounding, held).plans(limits._asdict(), lambda plan: candidates.evaluate(plan).plan)
+    again = Within(bounds.solve, least, rounding, held).plans(limits._asdict(), lambda plan: candidates.evaluate(plan).plan)
     assert list(again) == plans
 
 

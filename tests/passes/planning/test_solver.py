@@ -3,7 +3,6 @@ alike."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import subprocess
@@ -15,7 +14,6 @@ import numpy
 import pytest
 
 from mtcompile.passes.planning.linear import solver
-from mtcompile.passes.planning.linear.program import Counted, Infeasible, Program
 from mtcompile.passes.planning.linear.solver import Solver, matrix_of
 
 _COLUMNS, _EQUAL, _ROWS = 30, 4, 40
@@ -77,64 +75,6 @@ def test_a_basis_that_leads_nowhere_is_left(monkeypatch: pytest.MonkeyPatch) -> 
         anew += highs._patience.left > 1
         assert again is not None and alone is not None and abs(again.optimum - alone.optimum) < 1e-9
     assert anew
-
-
-_BLOCKS, _OPTIONS, _COUNTED = 6, 3, Counted(ahead=1)
-
-
-def of_equal_blocks(seed: int) -> tuple[Program, list[list[int]], int]:
-    """A program of equal blocks, and their variables: of each block, options that take time and hold memory, and a home. What
-    is live adds up from block to block, in sums of sums. And a budget in which not all blocks can keep most."""
-    rnd, program = random.Random(seed), Program()
-    us, gib = ([rnd.uniform(0.5, 3.0) for _ in range(_OPTIONS)] for _ in range(2))
-    home_us, home_gib = rnd.uniform(0.5, 3.0), rnd.uniform(0.5, 2.0)
-    blocks = [[program.variable() for _ in range(_OPTIONS + 1)] for _ in range(_BLOCKS)]
-    live, link = dict[int, float](), dict[int, float]()
-    for place, (*options, away) in enumerate(blocks):
-        program.equal.append((dict.fromkeys(options, 1.0), 1.0))
-        kept = {variable: nbytes * 2**30 for variable, nbytes in zip(options, gib, strict=True)}
-        live = program.summed({**live, **kept, away: -home_gib * 2**30}, 2**30)
-        link = program.summed({**link, away: home_us})
-        if place in (2, _BLOCKS - 1):
-            program.holds(_COUNTED, "device", live, home_gib * _BLOCKS * 2**30)
-            program.takes({0: 1.0}, {"link": (link, 0.1 * place)})
-    every = dict(zip((v for *options, _ in blocks for v in options), us * _BLOCKS, strict=True))
-    program.takes({0: 1.0}, {"compute": (every, 1.0)})
-    return program, blocks, int(_BLOCKS * (home_gib + 0.7 * min(gib) + 0.3 * max(gib)) * 2**30)
-
-
-def test_one_variable_for_those_alike_has_the_optimum_that_equations_between_them_have() -> None:
-    for seed, fixed_homes in itertools.product(range(6), (0, 1, 4)):
-        optima = []
-        for as_one in (True, False):
-            program, blocks, budget = of_equal_blocks(seed)
-            fixed = {blocks[place][-1]: float(place % 2) for place in range(fixed_homes)}
-            for group in (blocks[:3], blocks[3:]):
-                for first, *others in zip(*group, strict=True):
-                    if as_one:
-                        program.alike[first] = others
-                    else:
-                        program.equal += [({first: 1.0, other: -1.0}, 0.0) for other in others]
-            if not as_one:  # a share of homes is fixed, between that where the others are on the device and on the host
-                for group in (blocks[:3], blocks[3:]):
-                    decided = [fixed[block[-1]] for block in group if block[-1] in fixed]
-                    low, high = sum(decided) / 3, (sum(decided) + 3 - len(decided)) / 3
-                    program.at_most({group[0][-1]: 1.0}, high)
-                    program.at_most({group[0][-1]: -1.0}, -low)
-                fixed = {}
-            solution, _ = program.solve({"device": budget}, _COUNTED, fixed)
-            optima.append(solution.optimum)
-            shares = [[solution.values[variable] for variable in block] for block in blocks]
-            assert numpy.allclose(shares[1:3], shares[0]) and numpy.allclose(shares[4:], shares[3])
-            assert numpy.allclose([sum(of_options) for *of_options, _ in shares], 1.0)
-        assert abs(optima[0] - optima[1]) < 1e-6 and optima[0] > 0
-
-
-def test_what_has_no_room_has_no_solution_with_one_variable_either() -> None:
-    program, blocks, _ = of_equal_blocks(0)
-    program.alike |= {first: others for first, *others in zip(*blocks, strict=True)}
-    with pytest.raises(Infeasible):
-        program.solve({"device": 0}, _COUNTED, dict.fromkeys((block[-1] for block in blocks), 0.0))
 
 
 def solved(threads: int | None = None) -> list[Any]:
