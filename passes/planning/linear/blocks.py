@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,18 +10,14 @@ import torch
 from torch import fx
 
 from mtcompile.passes.analysis.cost import Cost, Machine, node_cost
-from mtcompile.passes.analysis.kernels import saved_states
-from mtcompile.passes.analysis.state import param_nbytes
 from mtcompile.passes.planning.blocks import Block
 from mtcompile.passes.planning.linear.needs import closure, narrowing_casts, param_homes
-from mtcompile.passes.planning.linear.program import added
 from mtcompile.passes.planning.linear.terms import Load, Terms
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.planning.variants import Variant, recomputed, save_all, trade_off
+from mtcompile.passes.planning.variants import Variant, recomputed, trade_off
 from mtcompile.passes.step_graph import body_outputs, kernel_of, placeholders, results
 
 _CLONE = torch.ops.aten.clone.default
-_FEWEST_BYTES = 0.01  # of a home: parameters with fewer are fetched again for nothing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,14 +55,12 @@ class Choices:
 class _Operands:
     """The saved values that are made from each operand of a block. ``body``: operand -> placeholder. ``of``: placeholder -> the
     positions of the saved values that are made from it and not from one another: nothing that is made again needs the operand
-    exactly if all of these are kept. ``single``: the variables for the shares in which saved values are, by position.
-    ``sparing``: the variables for the options that keep all of these for a value of another block. ``casts``: as ``_cast_of``
-    gives them."""
+    exactly if all of these are kept. ``sparing``: the variables for the options that keep all of these for a value of another
+    block. ``casts``: as ``_cast_of`` gives them."""
 
     body: Mapping[fx.Node, fx.Node]
     of: Mapping[fx.Node, frozenset[int]]
     casts: Mapping[fx.Node, fx.Node]
-    single: dict[int, int]
     sparing: list[int] = field(default_factory=list)
 
 
@@ -91,13 +85,10 @@ def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms
     shared: dict[tuple[Variant, str], Option] = {}
     for block in blocks:
         _place_saved(problem, block, terms, choices, operands[block.index], hulls, shared)
-        _fetch_again(problem, block, terms, operands[block.index])
         _cast_again(problem, block, terms, operands[block.index])
     making = _Making(bounds, calls)
     for block in blocks:
         _place_crossing(problem, block, blocks, terms, choices, operands, making)
-    for block in blocks:
-        _keep_no_more(problem.step, block, terms, choices, operands[block.index])
     if choices.again:
         _hold_chain(terms, choices)
     return choices
@@ -114,11 +105,10 @@ def _place_saved(
 ) -> None:
     """Adds the options: the best choices of what to keep, and the best of those that spare an operand that another block made.
     ``hulls``: those that were worked out before; ``shared``: the options of other blocks."""
-    program, index, whole = terms.program, block.index, save_all(block.region)
+    program, index = terms.program, block.index
     read_in = _read_in(block.saved, index)
     shares = choices.options[index] = list[tuple[Option, int]]()
-    # Keeping all may spare a fetch, even where keeping less makes nothing again that takes time.
-    variants = [(v, False) for v in (*block.hull, *((whole,) if whole.nbytes > block.hull[-1].nbytes else ()))]
+    variants = [(variant, False) for variant in block.hull]
     for operand, inner in operands.body.items():
         if operand.meta.get("role") == "activation" and (positions := operands.of[inner]) and not _readers(operand):
             key = id(block.variants), positions
@@ -168,44 +158,12 @@ def _nbytes(values: Iterable[fx.Node]) -> int:
     return sum(value.meta["nbytes"] for value in values)
 
 
-def _fetch_again(problem: PlanningProblem, block: Block, terms: Terms, operands: _Operands) -> None:
-    """Adds the fetches of parameters that only what is made again reads in a backward."""
-    read_in, sizes = _read_in(block.saved, block.index), param_nbytes(problem.step)
-    readers = {user for value in block.saved for user in value.users}
-    readers.update(terms.backwards.get(block.index, ()))
-    read_anyway = {operand for region in readers for operand in region.all_input_nodes}
-    homes = param_homes(problem.step, block.region)
-    alike: dict[tuple[str, frozenset[int]], int] = defaultdict(int)
-    as_it_is = Counter[tuple[str, frozenset[int]]]()  # bytes where the host casts none of them
-    for operand, inner in operands.body.items():
-        if inner in homes and operand not in read_anyway and operands.of[inner]:
-            narrow = [cast.meta["val"].nbytes for cast in narrowing_casts(inner)]
-            alike[homes[inner], operands.of[inner]] += min((operand.meta["nbytes"], *narrow))
-            as_it_is[homes[inner], operands.of[inner]] += operand.meta["nbytes"]
-    for (home, positions), nbytes in alike.items():
-        if home in terms.away and nbytes >= _FEWEST_BYTES * sizes[home]:
-            again = terms.program.variable()
-            somewhere = (again, _spared(terms, operands, positions), terms.staying[home])
-            terms.program.at_most({terms.away[home]: 1.0} | dict.fromkeys(somewhere, -1.0))
-            terms.loads["h2d", "backward"].append(Load(*read_in, {again: problem.machine.copy_us(nbytes, "h2d")}))
-            terms.copied["backward"][again] += nbytes
-            if (wide := as_it_is[home, positions]) > nbytes and not terms.on_disk:
-                us = problem.machine.copy_us(wide - nbytes, "h2d"), (wide + nbytes) / problem.machine.host_gbps / 1e3
-                terms.let_host_cast(again, us, ("h2d", "backward"), ("casts", "backward"), read_in)
-
-
 def _cast_again(problem: PlanningProblem, block: Block, terms: Terms, operands: _Operands) -> None:
     """Adds what a backward saves if the host makes the casts of parameters that are made again."""
     for inner, home in param_homes(problem.step, block.region).items():
-        casts, positions = narrowing_casts(inner), operands.of[inner]
-        if casts and positions and home in terms.away:
-            by_host = terms.program.variable()
-            terms.program.at_most({by_host: 1.0, terms.away[home]: -1.0})
-            # Where all these values are kept, nothing is cast again.
-            together = {_kept(terms, operands, position): 1.0 for position in positions}
-            terms.program.at_most({by_host: 1.0, **together}, len(positions))
-            us = sum(map(node_cost, casts), Cost()).time_us(problem.machine)
-            terms.loads["compute", "backward"].append(Load(*_read_in(block.saved, block.index), {by_host: -us}))
+        if operands.of[inner] and home in terms.away:
+            us = sum(map(node_cost, narrowing_casts(inner)), Cost()).time_us(problem.machine)
+            terms.loads["compute", "backward"].append(Load(*_read_in(block.saved, block.index), {terms.away[home]: -us}))
 
 
 def _place_crossing(
@@ -248,10 +206,8 @@ def _place_crossing(
                 choices.again[value] = again
         elif (reader := next((other for other in blocks if other.region in value.users), None)) is not None:
             read_in, of = (reader.index, reader.index), operands[reader.index]
-            if positions := of.of[of.body[value]]:
-                somewhere[spared := _spared(terms, of, positions)] = 1.0
-                program.at_most({spared: 1.0} | dict.fromkeys(of.sparing, -1.0))
-                program.at_most({variable: -1.0 for variable in somewhere}, -1.0)
+            if of.of[of.body[value]]:
+                program.at_most(dict.fromkeys((*somewhere, *of.sparing), -1.0), -1.0)
                 choices.given[reader.index][away] = float(nbytes)
         last_read = max((user.meta["block"] for user in value.users if "block" in user.meta), default=index)
         if last_read in choices.given and away in choices.given[last_read]:
@@ -294,44 +250,12 @@ def _hold_chain(terms: Terms, choices: Choices) -> None:
 
 
 def _read_for(step: fx.GraphModule, block: Block, value: fx.Node, terms: Terms) -> dict[str, int]:
-    """Returns the bytes that a call fetches to make a value, by home: of homes of which that reads all that the block does, and
-    that are not small beside the value."""
+    """Returns the bytes that a call fetches to make a value, by home: of homes of which that reads all that the block
+    does."""
     operations = closure([body_outputs(kernel_of(step, block.region))[int(value.args[1])]])
     spared = {home for operand, home in param_homes(step, block.region).items() if operand not in operations}
-    least, needs = _FEWEST_BYTES * value.meta["nbytes"], terms.needs[block.region].read
-    return {home: n for home, n in needs.items() if home in terms.away and home not in spared and n >= least}
-
-
-def _kept(terms: Terms, operands: _Operands, position: int) -> int:
-    """Returns the variable for the share in which the saved value at a position is kept."""
-    if position not in operands.single:
-        operands.single[position] = terms.program.variable()
-    return operands.single[position]
-
-
-def _spared(terms: Terms, operands: _Operands, positions: Iterable[int]) -> int:
-    """Returns a variable for the share in which all saved values at some positions are kept."""
-    spared = terms.program.variable()
-    for position in positions:
-        terms.program.at_most({spared: 1.0, _kept(terms, operands, position): -1.0})
-    return spared
-
-
-def _keep_no_more(step: fx.GraphModule, block: Block, terms: Terms, choices: Choices, operands: _Operands) -> None:
-    """Adds the rows by which single values take the bytes that options keep. The options need not keep these same values: what
-    takes more time for as many bytes is none, but may spare more."""
-    if not operands.single:
-        return
-    sizes = [value.meta["nbytes"] for value in block.saved]
-    states = set(saved_states(kernel_of(step, block.region)).values())
-    beside = sum(v.meta["nbytes"] for v in results(block.region) if int(v.args[1]) in states)
-    unit = 1.0 / max(1, sum(sizes))
-    single = {variable: sizes[position] * unit for position, variable in operands.single.items()}
-    by_option = {variable: option.variant.nbytes * unit for option, variable in choices.options[block.index]}
-    terms.program.at_most(added(single, {variable: -factor for variable, factor in by_option.items()}))
-    # What is not kept is at most the rest; an option's bytes may be those of a generator's state.
-    rest = (sum(sizes) + beside) * unit - sum(single.values())
-    terms.program.at_most(added(by_option, {variable: -factor for variable, factor in single.items()}), rest)
+    needs = terms.needs[block.region].read
+    return {home: nbytes for home, nbytes in needs.items() if home in terms.away and home not in spared}
 
 
 def _operands(step: fx.GraphModule, block: Block) -> _Operands:
@@ -351,7 +275,7 @@ def _operands(step: fx.GraphModule, block: Block) -> _Operands:
             seen.add(node)
     operands = (operand for operand in block.region.args if isinstance(operand, fx.Node))
     by_operand = {node: frozenset(positions) for node, positions in of.items()}
-    return _Operands(dict(zip(operands, inputs, strict=True)), by_operand, _cast_of(step, block), {})
+    return _Operands(dict(zip(operands, inputs, strict=True)), by_operand, _cast_of(step, block))
 
 
 def _made_again_us(
