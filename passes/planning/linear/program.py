@@ -1,22 +1,127 @@
-"""A linear program in rows that say what takes time and what holds bytes, solved by HiGHS."""
+"""A linear program in rows that say what takes time and what holds bytes, solved by HiGHS.
+
+The programs of one search differ in bytes and in what is decided, so few steps lead from one optimum to the next.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy
 
-from mtcompile.passes.planning.linear.solver import Solution, Solver, matrix_of
-
-_GIB = 1 << 30
+GIB = 1 << 30
 _NBYTES = -1  # the variable, before the first, that is minimized in place of it: bytes of a tier, in GiB
 _TOLERANCE = 256  # bytes by which a solver may break rows of memory
+Array = Any  # of numpy
+# Steepest edges need as many solutions as a program has rows where it begins at the basis of another; Devex needs none.
+_DEVEX = 1
+_SETTINGS: Mapping[str, Any] = {
+    **{"output_flag": False, "presolve": "off", "solver": "simplex", "parallel": "off", "threads": 1},
+    "simplex_dual_edge_weight_strategy": _DEVEX,
+}
+# Where a program has no solution, the basis of another one may lead the simplex method round and round. It asks at each step
+# whether it is to go on: after so many, it begins anew without a basis. Few programs need as many. HiGHS's own limit of
+# iterations does not end this: it went on for 20 s.
+_MOST_STEPS = 500
 Equation = tuple[dict[int, float], float]  # the sum of its terms, and what it is
 Work = tuple[Mapping[int, float], float]  # µs per unit of each variable, and constant µs
+
+
+class Solution(NamedTuple):
+    """An optimum: ``values`` of the variables; ``prices``: by row, what a unit more of its limit would spare. ``basis``: what
+    another solution may begin at."""
+
+    optimum: float
+    values: Array
+    prices: Array
+    basis: Any
+
+
+@dataclass(slots=True)
+class _Patience:
+    """Stops the solver once no steps are ``left``: it asks at each whether to go on."""
+
+    left: float = inf
+
+    def __call__(self, event: Any) -> None:
+        self.left -= 1
+        if event.data_in is not None:
+            event.data_in.user_interrupt = self.left < 0  # HiGHS remembers the answer
+
+
+@dataclass(slots=True)
+class Solver:
+    """Minimizes the first of ``columns`` variables in programs with ``rows``, which give the factor of each variable, and of
+    which the first ``equal`` are equations. Presolving takes several times as long as solving, and shortens no program of this
+    kind."""
+
+    rows: Sequence[Mapping[int, float]]
+    columns: int
+    equal: int
+    _highs: Any = field(init=False)
+    _module: Any = field(init=False)
+    _bounds: Array = field(init=False)  # of the program that was solved last
+    _patience: _Patience = field(init=False)
+
+    def __post_init__(self) -> None:
+        import highspy
+
+        rows, columns, program = len(self.rows), self.columns, highspy.HighsLp()
+        program.num_col_, program.num_row_ = columns, rows
+        program.col_cost_ = numpy.eye(1, columns)[0]
+        program.col_lower_, program.col_upper_ = numpy.zeros(columns), numpy.zeros(columns)
+        program.row_lower_, program.row_upper_ = numpy.zeros(rows), numpy.zeros(rows)
+        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        program.a_matrix_.start_ = numpy.cumsum([0, *map(len, self.rows)], dtype=numpy.int32)
+        program.a_matrix_.index_ = numpy.array([variable for row in self.rows for variable in row], dtype=numpy.int32)
+        program.a_matrix_.value_ = numpy.array([factor for row in self.rows for factor in row.values()], dtype=float)
+        new: Any = highspy.Highs
+        self._module, self._highs = highspy, new()
+        for name, value in _SETTINGS.items():
+            self._highs.setOptionValue(name, value)
+        self._patience = _Patience()
+        self._highs.cbSimplexInterrupt += self._patience
+        self._highs.passModel(program)
+        self._bounds = numpy.zeros((columns, 2))
+
+    def __call__(self, limits: Array, bounds: Array, like: Any = None) -> Solution | None:
+        """Solves a program; None if there is no solution. ``limits``: what each row is at most, the first ones also at least.
+        ``bounds``: the lowest and highest value of each variable. ``like``: a basis to begin at."""
+        highs, statuses = self._highs, self._module.HighsModelStatus
+        self._set(limits, bounds)
+        if like is not None:
+            highs.setBasis(like)
+            self._run(_MOST_STEPS)
+        if like is None or highs.getModelStatus() not in (statuses.kOptimal, statuses.kInfeasible):
+            highs.clearSolver()
+            self._run()
+        if highs.getModelStatus() != statuses.kOptimal:
+            return None
+        solution = highs.getSolution()
+        optimum = float(highs.getInfo().objective_function_value)
+        return Solution(optimum, numpy.array(solution.col_value), -numpy.array(solution.row_dual), highs.getBasis())
+
+    def _run(self, most_steps: float = inf) -> None:
+        """Solves the program. HiGHS has as many threads as its first run in this process, and refuses another number."""
+        self._patience.left = most_steps
+        if self._highs.run() == self._module.HighsStatus.kError:
+            self._highs.setOptionValue("threads", 0)  # as many as there are: results are those of one
+            self._highs.run()
+
+    def _set(self, limits: Array, bounds: Array) -> None:
+        highs, rows = self._highs, len(limits)
+        lowest = numpy.full(rows, -numpy.inf)
+        lowest[: self.equal] = limits[: self.equal]
+        changed = numpy.flatnonzero((bounds != self._bounds).any(axis=1)).astype(numpy.int32)
+        self._bounds = bounds
+        highs.clearSolver()  # what was solved before must not show: of several optima, the same one is taken every time
+        highs.changeColsBounds(len(changed), changed, *(numpy.ascontiguousarray(bounds[changed, side]) for side in (0, 1)))
+        highs.changeRowsBounds(rows, numpy.arange(rows, dtype=numpy.int32), lowest, limits)
 
 
 class Counted(NamedTuple):
@@ -89,8 +194,8 @@ class Program:
 
     def holds(self, counted: Counted, tier: str, terms: Mapping[int, float], fixed: float) -> None:
         """Adds a row: bytes that a tier holds."""
-        in_gib = {variable: nbytes / _GIB for variable, nbytes in terms.items()}  # about as large as other rows' factors
-        self.held[counted].append(Row(in_gib, -fixed / _GIB, tier, {}))
+        in_gib = {variable: nbytes / GIB for variable, nbytes in terms.items()}  # about as large as other rows' factors
+        self.held[counted].append(Row(in_gib, -fixed / GIB, tier, {}))
 
     def solve(
         self,
@@ -120,12 +225,12 @@ class Program:
         in_gib = [{_NBYTES: -1.0} if row.tier == tier else {} for row in rows]
         terms = [*(terms for terms, _ in self.equal), *(row.terms | more for row, more in zip(rows, in_gib, strict=True))]
         by_column = [{1 + variable: factor for variable, factor in each.items()} for each in terms]
-        limits = [limit for _, limit in self.equal] + [row.limit + limited.get(row.tier or "", 0) / _GIB for row in rows]
+        limits = [limit for _, limit in self.equal] + [row.limit + limited.get(row.tier or "", 0) / GIB for row in rows]
         bounds = numpy.concatenate([[[0.0, numpy.inf]], self._bounds()])
-        solution = Solver(matrix_of(by_column, len(bounds)), len(self.equal))(numpy.array(limits, dtype=float), bounds)
+        solution = Solver(by_column, len(bounds), len(self.equal))(numpy.array(limits, dtype=float), bounds)
         if solution is None:
             raise Infeasible("expected a solution of the linear program, found none")
-        return max(0, int(solution.optimum * _GIB) - _TOLERANCE)
+        return max(0, int(solution.optimum * GIB) - _TOLERANCE)
 
     def _within(self, budgets: Mapping[str, int | None], counted: Counted) -> tuple[_Prepared, Any]:
         """The program without the rows of tiers that have no budget, and the limits of its rows."""
@@ -136,7 +241,7 @@ class Program:
         prepared = self._prepared[counted, limited]
         limits = prepared.limits.copy()
         for tier in limited:
-            limits[prepared.of_tier[tier]] += (budgets[tier] or 0) / _GIB
+            limits[prepared.of_tier[tier]] += (budgets[tier] or 0) / GIB
         return prepared, limits
 
     def _prepare(self, rows: Sequence[Row]) -> _Prepared:
@@ -146,7 +251,7 @@ class Program:
             by_tier[row.tier or ""].append(number)
         limits = numpy.array([limit for _, limit in equal] + [row.limit for row in rows], dtype=float)
         terms = [*(terms for terms, _ in equal), *(row.terms for row in rows)]
-        solve = Solver(matrix_of(terms, len(bounds)), len(equal))
+        solve = Solver(terms, len(bounds), len(equal))
         unlimited = limits.copy()
         for tier in by_tier.keys() - {""}:
             unlimited[by_tier[tier]] = numpy.inf

@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeVar
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.blocks import Block, blocks_alike, variant_decision
 from mtcompile.passes.planning.disk.spacing import spaced
-from mtcompile.passes.planning.linear.blocks import Option
 from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.relaxation import Relaxed, Solve
+from mtcompile.passes.planning.linear.relaxation import Relaxation, Relaxed
+from mtcompile.passes.planning.linear.variables import Option
 
 T = TypeVar("T")
 _AHEAD = (1, 2, 3)  # blocks ahead that plans fetch
@@ -20,7 +20,7 @@ _TRIES = 3  # plans that are made within limits on both tiers, each within fewer
 
 
 def _with_whole_homes(
-    solve: Solve, limits: Mapping[str, int | None], ahead: int, sizes: Mapping[str, int], relaxed: Relaxed
+    solve: Relaxation, limits: Mapping[str, int | None], ahead: int, sizes: Mapping[str, int], relaxed: Relaxed
 ) -> Relaxed:
     """Solves again with every home wholly on one tier: homes are large, and what blocks keep must fit beside them. The number
     of homes on the device is the sum of their shares, rounded; if that does not fit, 1, 3, 7, ... fewer of them: those that
@@ -43,7 +43,7 @@ class Within(NamedTuple):
     """Seeds within limits on the device and on the host, which may have none (None). ``solve``: see ``Relaxation``;
     ``least``: decides what the program does not; ``held``: bytes by home, with its state."""
 
-    solve: Solve
+    solve: Relaxation
     least: Plan
     rounding: Rounding
     held: Mapping[str, int]

@@ -21,7 +21,7 @@ from mtcompile.passes.planning.evaluate import evaluate, identity
 from mtcompile.passes.planning.figures import evaluator as evaluator_module
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.limits import Limits
-from mtcompile.passes.planning.linear.homes import home_costs
+from mtcompile.passes.planning.linear.needs import home_costs
 from mtcompile.passes.planning.linear.program import Infeasible
 from mtcompile.passes.planning.linear.relaxation import Relaxation
 from mtcompile.passes.planning.pace import impatient, paced
@@ -186,7 +186,7 @@ def test_gradients_of_homes_on_the_device_wait_there_for_the_optimizer(monkeypat
     limits, resident = {"device": sum(held.values()) + sum(gradients.values()) - 1}, dict.fromkeys(held, True)
     with pytest.raises(Infeasible):
         Candidates(problem)._bounds.solve(limits, resident)
-    monkeypatch.setattr("mtcompile.passes.planning.linear.memory.gradients_at", lambda *about: {})
+    monkeypatch.setattr("mtcompile.passes.planning.linear.rows.gradients_at", lambda *about: {})
     Candidates(problem)._bounds.solve(limits, resident)
 
 

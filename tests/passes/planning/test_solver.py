@@ -1,5 +1,4 @@
-"""Linear programs have the same solution whatever was solved before, and the same optimum with one variable for all that are
-alike."""
+"""Linear programs have the same solution whatever was solved before."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from typing import Any
 import numpy
 import pytest
 
-from mtcompile.passes.planning.linear import solver
-from mtcompile.passes.planning.linear.solver import Solver, matrix_of
+from mtcompile.passes.planning.linear import program as programs
+from mtcompile.passes.planning.linear.program import Solver
 
 _COLUMNS, _EQUAL, _ROWS = 30, 4, 40
 
@@ -27,13 +26,13 @@ def program(seed: int) -> tuple[Any, Any, Any]:
     rows = [{0: -1.0} | {v: rnd.uniform(0.5, 2.0) for v in rnd.sample(shares, 8)} for _ in range(_ROWS)]
     limits = numpy.array([1.0] * _EQUAL + [-rnd.uniform(0.0, 3.0) for _ in range(_ROWS)])
     bounds = numpy.array([(0.0, numpy.inf)] + [(0.0, 1.0)] * (_COLUMNS - 1))
-    return matrix_of([*equations, *rows], _COLUMNS), limits, bounds
+    return [*equations, *rows], limits, bounds
 
 
 def test_a_solution_depends_on_the_basis_it_begins_at_and_on_nothing_solved_before() -> None:
     for seed in range(20):
-        matrix, limits, bounds = program(seed)
-        fresh, used = Solver(matrix, _EQUAL), Solver(matrix, _EQUAL)
+        rows, limits, bounds = program(seed)
+        fresh, used = Solver(rows, _COLUMNS, _EQUAL), Solver(rows, _COLUMNS, _EQUAL)
         first = fresh(limits, bounds)
         for shift in (3.0, -2.0, 0.5):
             used(limits + shift, bounds)
@@ -46,32 +45,32 @@ def test_a_solution_depends_on_the_basis_it_begins_at_and_on_nothing_solved_befo
 
 def test_rows_without_a_limit_bind_nothing() -> None:
     for seed in range(4):
-        matrix, limits, bounds = program(seed)
+        rows, limits, bounds = program(seed)
         limits[_EQUAL::3], large = numpy.inf, limits.copy()
         large[_EQUAL::3] = 1e6
-        free, bound = Solver(matrix, _EQUAL)(limits, bounds), Solver(matrix, _EQUAL)(large, bounds)
+        free, bound = Solver(rows, _COLUMNS, _EQUAL)(limits, bounds), Solver(rows, _COLUMNS, _EQUAL)(large, bounds)
         assert free is not None and bound is not None and abs(free.optimum - bound.optimum) < 1e-9
         assert len(free.prices) == len(limits) and not free.prices[_EQUAL::3].any()
 
 
 def test_what_has_no_solution_says_so() -> None:
-    matrix, limits, bounds = program(0)
+    rows, limits, bounds = program(0)
     bounds[1:, 1] = 0.0
-    assert Solver(matrix, _EQUAL)(limits, bounds) is None
-    assert Solver(matrix, _EQUAL)(limits, program(0)[2]) is not None
+    assert Solver(rows, _COLUMNS, _EQUAL)(limits, bounds) is None
+    assert Solver(rows, _COLUMNS, _EQUAL)(limits, program(0)[2]) is not None
 
 
 def test_a_basis_that_leads_nowhere_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """After few steps it is, in some programs: the optimum is still the same, and what has no solution has none."""
-    monkeypatch.setattr(solver, "_MOST_STEPS", 1)
+    monkeypatch.setattr(programs, "_MOST_STEPS", 1)
     anew = 0
     for seed in range(10):
-        matrix, limits, bounds = program(seed)
-        highs, nothing = Solver(matrix, _EQUAL), bounds.copy()
+        rows, limits, bounds = program(seed)
+        highs, nothing = Solver(rows, _COLUMNS, _EQUAL), bounds.copy()
         nothing[1:, 1] = 0.0
         first = highs(limits, bounds)
         assert first is not None and highs(limits, nothing, first.basis) is None
-        again, alone = highs(limits * 1.5, bounds, first.basis), Solver(matrix, _EQUAL)(limits * 1.5, bounds)
+        again, alone = highs(limits * 1.5, bounds, first.basis), Solver(rows, _COLUMNS, _EQUAL)(limits * 1.5, bounds)
         anew += highs._patience.left > 1
         assert again is not None and alone is not None and abs(again.optimum - alone.optimum) < 1e-9
     assert anew
@@ -88,8 +87,8 @@ def solved(threads: int | None = None) -> list[Any]:
             other.setOptionValue(name, value)
         other.addVar(0.0, 1.0)
         other.run()
-    matrix, limits, bounds = program(0)
-    highs = Solver(matrix, _EQUAL)
+    rows, limits, bounds = program(0)
+    highs = Solver(rows, _COLUMNS, _EQUAL)
     first = highs(limits, bounds)
     assert first is not None
     found: list[Any] = first.values.tolist()
