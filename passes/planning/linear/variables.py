@@ -15,7 +15,7 @@ from mtcompile.passes.analysis.cost import Cost, Machine, node_cost
 from mtcompile.passes.analysis.state import param_nbytes
 from mtcompile.passes.planning.blocks import Block
 from mtcompile.passes.planning.linear.needs import Needs, closure, narrowing_casts, needs_of, param_homes
-from mtcompile.passes.planning.linear.program import Program, Work, added
+from mtcompile.passes.planning.linear.program import GIB, Program, Work, added
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant, recomputed, trade_off
 from mtcompile.passes.step_graph import body_outputs, kernel_of, placeholders, results
@@ -188,16 +188,6 @@ class _Operands:
     sparing: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Making:
-    """How values between blocks are made again. ``us``: of making one, as far as it is known; for the others see
-    ``place_blocks``."""
-
-    bounds: bool
-    calls: bool
-    us: dict[tuple[object, ...], float] = field(default_factory=dict)
-
-
 def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, bounds: bool) -> Choices:
     """Adds the share of each option for what a block saves, and of each place for each value that leaves it. ``bounds``:
     whether the optimum is to be a bound. Otherwise, where few blocks save anything, such as those of single operations, it is
@@ -210,9 +200,9 @@ def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms
     for block in blocks:
         _place_saved(problem, block, terms, choices, operands[block.index], hulls, shared)
         _cast_again(problem, block, terms, operands[block.index])
-    making = _Making(bounds, calls)
+    made_us = dict[tuple[object, ...], float]()
     for block in blocks:
-        _place_crossing(problem, block, blocks, terms, choices, operands, making)
+        _place_crossing(problem, block, blocks, terms, choices, operands, (bounds, calls), made_us)
     if choices.again:
         _hold_chain(terms, choices)
     return choices
@@ -297,28 +287,29 @@ def _place_crossing(
     terms: Terms,
     choices: Choices,
     operands: Mapping[int, _Operands],
-    making: _Making,
+    made_again: tuple[bool, bool],
+    made_us: dict[tuple[object, ...], float],
 ) -> None:
     """Adds the places of each value that leaves a block. If a backward reads it, it is somewhere; otherwise only if the next
-    block that reads it makes something again from it."""
-    program, index = terms.program, block.index
+    block that reads it makes something again from it. ``made_again``: for a bound, and by calls, as ``place_blocks`` has them;
+    ``made_us``: of making values again, as far as it is known."""
+    program, index, by_call = terms.program, block.index, made_again[1] and not block.saved
+    by_itself = not block.saved and any(made_again)
     places = choices.crossing[index] = list[tuple[int, int, int]]()
     repeated, last = program.variable(None), max(block.index for block in blocks)  # µs of making any of them again
     terms.loads["compute", "backward"].append(Load(index, last, {repeated: 1.0}))
     choices.repeated.append(repeated)
     for value in block.crossing:
         nbytes, read_in = value.meta["nbytes"], _read_in((value,), index)
-        by_call = making.calls and not block.saved
         stays, again = program.variable(), program.variable()
         away = program.variable(1.0 if problem.budgets.host_activations else 0.0)
         places.append((nbytes, stays, away))
         choices.leaving[index][stays] = float(nbytes)
         by_host = {cast for operand in param_homes(problem.step, block.region) for cast in narrowing_casts(operand)}
         key = id(block.hull), int(value.args[1]), frozenset(by_host)
-        if key not in making.us:
-            by_itself = not block.saved and (making.bounds or making.calls)
-            making.us[key] = _made_again_us(problem.step, block, value, by_host, problem.machine, by_itself)
-        program.at_most({again: making.us[key], repeated: -1.0})
+        if key not in made_us:
+            made_us[key] = _made_again_us(problem.step, block, value, by_host, problem.machine, by_itself)
+        program.at_most({again: made_us[key], repeated: -1.0})
         somewhere = {stays: 1.0, away: 1.0, again: 1.0}
         others = set(_readers(value)) - {index}  # its own backward makes it again inside, if it makes anything again
         choices.waiting[min(others, default=index + 1)][stays] = float(nbytes)
@@ -341,7 +332,7 @@ def _place_crossing(
         crossing = 0 if value in casts else nbytes
         _goes_home(problem.machine, terms, away, (nbytes if once else 0, crossing), (index, index))
         _comes_back(problem.machine, terms, away, nbytes, read_in)
-        if not block.saved and (making.bounds or making.calls):
+        if by_itself:
             _fetch_for_call(problem, block, value, again, (index, last), terms)
 
 
@@ -359,7 +350,7 @@ def _fetch_for_call(
 
 def _hold_chain(terms: Terms, choices: Choices) -> None:
     """Adds the bytes of what calls make again in one run, where as many values as are kept are spread evenly over all."""
-    program, unit, count = terms.program, 1 << 30, len(choices.again)
+    program, unit, count = terms.program, GIB, len(choices.again)
     chain = program.variable(None)
     choices.chain[chain] = float(unit)
     again = program.summed(dict.fromkeys(choices.again.values(), 1.0))
@@ -374,8 +365,7 @@ def _hold_chain(terms: Terms, choices: Choices) -> None:
 
 
 def _read_for(step: fx.GraphModule, block: Block, value: fx.Node, terms: Terms) -> dict[str, int]:
-    """Returns the bytes that a call fetches to make a value, by home: of homes of which that reads all that the block
-    does."""
+    """Returns the bytes that a call fetches to make a value, by home: of homes of which it reads all that the block does."""
     operations = closure([body_outputs(kernel_of(step, block.region))[int(value.args[1])]])
     spared = {home for operand, home in param_homes(step, block.region).items() if operand not in operations}
     needs = terms.needs[block.region].read
