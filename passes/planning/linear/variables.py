@@ -188,6 +188,10 @@ class _Operands:
     sparing: list[int] = field(default_factory=list)
 
 
+# ``bounds`` and ``calls`` as ``place_blocks`` has them, and the µs of making values again, as far as they are known.
+_Making = tuple[bool, bool, dict[tuple[object, ...], float]]
+
+
 def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms, bounds: bool) -> Choices:
     """Adds the share of each option for what a block saves, and of each place for each value that leaves it. ``bounds``:
     whether the optimum is to be a bound. Otherwise, where few blocks save anything, such as those of single operations, it is
@@ -200,9 +204,9 @@ def place_blocks(problem: PlanningProblem, blocks: Sequence[Block], terms: Terms
     for block in blocks:
         _place_saved(problem, block, terms, choices, operands[block.index], hulls, shared)
         _cast_again(problem, block, terms, operands[block.index])
-    made_us = dict[tuple[object, ...], float]()
+    making: _Making = bounds, calls, {}
     for block in blocks:
-        _place_crossing(problem, block, blocks, terms, choices, operands, (bounds, calls), made_us)
+        _place_crossing(problem, block, blocks, terms, choices, operands, making)
     if choices.again:
         _hold_chain(terms, choices)
     return choices
@@ -287,14 +291,12 @@ def _place_crossing(
     terms: Terms,
     choices: Choices,
     operands: Mapping[int, _Operands],
-    made_again: tuple[bool, bool],
-    made_us: dict[tuple[object, ...], float],
+    making: _Making,
 ) -> None:
     """Adds the places of each value that leaves a block. If a backward reads it, it is somewhere; otherwise only if the next
-    block that reads it makes something again from it. ``made_again``: for a bound, and by calls, as ``place_blocks`` has them;
-    ``made_us``: of making values again, as far as it is known."""
-    program, index, by_call = terms.program, block.index, made_again[1] and not block.saved
-    by_itself = not block.saved and any(made_again)
+    block that reads it makes something again from it."""
+    program, index, (bounds, calls, made_us) = terms.program, block.index, making
+    by_call, by_itself = calls and not block.saved, (bounds or calls) and not block.saved
     places = choices.crossing[index] = list[tuple[int, int, int]]()
     repeated, last = program.variable(None), max(block.index for block in blocks)  # µs of making any of them again
     terms.loads["compute", "backward"].append(Load(index, last, {repeated: 1.0}))

@@ -186,7 +186,7 @@ def test_gradients_of_homes_on_the_device_wait_there_for_the_optimizer(monkeypat
     limits, resident = {"device": sum(held.values()) + sum(gradients.values()) - 1}, dict.fromkeys(held, True)
     with pytest.raises(Infeasible):
         Candidates(problem)._bounds.solve(limits, resident)
-    monkeypatch.setattr("mtcompile.passes.planning.linear.rows.gradients_at", lambda *about: {})
+    monkeypatch.setattr("mtcompile.passes.planning.linear.relaxation.gradients_at", lambda *about: {})
     Candidates(problem)._bounds.solve(limits, resident)
 
 
