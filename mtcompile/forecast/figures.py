@@ -15,7 +15,7 @@ from mtcompile.forecast.request import ForecastRequest, SizedStep, budgets_of
 from mtcompile.forecast.result import Forecast, Row
 from mtcompile.optim.precision import PRECISIONS
 from mtcompile.options import FASTEST
-from mtcompile.passes.analysis.cost import kernel_cost
+from mtcompile.passes.analysis.cost import kernel_cost, uncounted
 from mtcompile.passes.analysis.state import (
     Budgets,
     held_nbytes,
@@ -85,15 +85,16 @@ def figures(request: ForecastRequest, sized: SizedStep, planned: Planned | DoesN
 
 
 def _with_notes(request: ForecastRequest, sized: SizedStep, planned: Planned) -> Planned:
-    """Adds to a plan in fragments which large weights stay whole, and why."""
+    """Adds to a plan which operations count no FLOPs and, in fragments, which large weights stay whole, and why."""
     notes = _notes(request, sized, planned.step)
     return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *notes))) if notes else planned
 
 
 def _notes(request: ForecastRequest, sized: SizedStep, step: fx.GraphModule) -> tuple[str, ...]:
-    if not fragments_of(step):
-        return ()
-    return tuple(told_whole(sized.captured, sized.form.cut, step, request.allowed(sized.captured).begins))
+    notes = uncounted(step)
+    if fragments_of(step):
+        notes += told_whole(sized.captured, sized.form.cut, step, request.allowed(sized.captured).begins)
+    return tuple(notes)
 
 
 def _parameters(step: fx.GraphModule) -> list[torch.Tensor]:

@@ -48,8 +48,10 @@ def scaled(properties: Any, preset: Machine) -> Machine:
     memory = int(getattr(properties, "total_memory", 0)) or preset.device_nbytes
     share = min(1.0, memory / preset.device_nbytes)
     name = f"{properties.name}, {preset.name} at {units:.0%}"
-    flops, rate = preset.flops * units, preset.memory_gbps * min(share, units)
-    return replace(preset, name=name, flops=flops, memory_gbps=rate, device_nbytes=memory)
+    rate = preset.memory_gbps * min(share, units)
+    flops, fp32, tf32, fp64 = (units * f for f in (preset.flops, preset.fp32_flops, preset.tf32_flops, preset.fp64_flops))
+    of_this = replace(preset, flops=flops, fp32_flops=fp32, tf32_flops=tf32, fp64_flops=fp64)
+    return replace(of_this, name=name, memory_gbps=rate, device_nbytes=memory)
 
 
 def _units(properties: Any) -> int:

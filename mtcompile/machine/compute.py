@@ -3,6 +3,9 @@ the microseconds it takes to issue an operation."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -11,27 +14,47 @@ from mtcompile.machine.timing import PARAMETERS, Effort, Measurement, median_s, 
 _ISSUED = 1000  # tiny operations per measurement
 
 
-def matmul(where: torch.device, effort: Effort) -> tuple[float, Measurement]:
-    """Measures a square product in the dtypes that training uses there. Returns FLOP/s of the first dtype, and the row."""
-    host = where.type == "cpu"
-    side, repeat = (effort.host_side, 1) if host else (effort.accelerator_side, 10)
-    rates: dict[str, float] = {}
-    for dtype in (torch.float32, torch.bfloat16) if host else (torch.bfloat16,):
-        a, b = (torch.randn(side, side, device=where).to(dtype) for _ in range(2))
-        out = torch.empty_like(a)
-
-        def work(a: torch.Tensor = a, b: torch.Tensor = b, out: torch.Tensor = out) -> None:
-            for _ in range(repeat):
-                torch.mm(a, b, out=out)
-
-        rates[str(dtype).removeprefix("torch.")] = 2 * side**3 * repeat / median_s(work, effort.seconds, waiter(where))
-    first = next(iter(rates.values()))
-    meaning = f"a 7B model (6 FLOP per weight and token) trains at {first / 6 / PARAMETERS:.3g} tokens/s at most"
-    return first, Measurement(f"product of {side} x {side}", "TFLOP/s", {k: v / 1e12 for k, v in rates.items()}, meaning)
+def matmul(where: torch.device, effort: Effort) -> tuple[dict[str, float], Measurement]:
+    """Measures square products in the dtypes that training uses there. Returns FLOP/s by the name of ``Machine``'s field, and
+    the row."""
+    kinds = {"float32": "fp32_flops", "bfloat16": "flops"}
+    side = smaller = effort.host_side
+    if where.type != "cpu":
+        kinds = {"bfloat16": "flops", "float32": "fp32_flops", "tf32": "tf32_flops", "float64": "fp64_flops"}
+        side, smaller = effort.accelerator_side, effort.accelerator_side // 4  # a card may be a hundred times slower in fp64
+    rates = {kind: _product_rate(where, effort, kind, side if kind == "bfloat16" else smaller) for kind in kinds}
+    meaning = f"a 7B model (6 FLOP per weight and token) trains at {rates['bfloat16'] / 6 / PARAMETERS:.3g} tokens/s at most"
+    row = Measurement(f"product of {side} x {side}", "TFLOP/s", {k: v / 1e12 for k, v in rates.items()}, meaning)
+    return {kinds[kind]: rate for kind, rate in rates.items()}, row
 
 
-def attention(where: torch.device, effort: Effort, flops: float) -> Measurement:
-    """Measures causal attention, forward: half of all pairs count, with 4 FLOP per pair and element."""
+def _product_rate(where: torch.device, effort: Effort, kind: str, side: int) -> float:
+    """Measures FLOP/s of a square product in a dtype, or in fp32 that runs in TF32."""
+    dtype, repeat = getattr(torch, kind.replace("tf32", "float32")), 1 if where.type == "cpu" else 10
+    a, b = (torch.randn(side, side, device=where).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def work() -> None:
+        for _ in range(repeat):
+            torch.mm(a, b, out=out)
+
+    products, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    try:
+        products.fp32_precision = "tf32" if kind == "tf32" else "ieee"
+        return 2 * side**3 * repeat / median_s(work, effort.seconds, waiter(where))
+    finally:
+        products.fp32_precision = before
+
+
+def tf32_in_use() -> tuple[bool, bool]:
+    """Tells whether torch is set to run products, and convolutions, of fp32 in TF32 on an accelerator."""
+    convolutions: Any = torch.backends.cudnn
+    return torch.backends.cuda.matmul.fp32_precision == "tf32", convolutions.conv.fp32_precision == "tf32"
+
+
+def attention(where: torch.device, effort: Effort, rates: Mapping[str, float]) -> Measurement:
+    """Measures causal attention, forward: half of all pairs count, with 4 FLOP per pair and element. ``rates``: those of
+    ``matmul``."""
     host = where.type == "cpu"
     heads, tokens, width = (4, effort.host_side, 64) if host else (32, effort.accelerator_side // 2, 128)
     dtype = torch.float32 if host else torch.bfloat16
@@ -39,7 +62,8 @@ def attention(where: torch.device, effort: Effort, flops: float) -> Measurement:
     with torch.no_grad():
         seconds = median_s(lambda: scaled_dot_product_attention(q, k, v, is_causal=True), effort.seconds, waiter(where))
     rate = 2 * heads * tokens**2 * width / seconds
-    meaning = f"{rate / flops:.0%} of the product's rate: what long sequences run at, forward"
+    share = rate / rates["fp32_flops" if host else "flops"]
+    meaning = f"{share:.0%} of the product's rate: what long sequences run at, forward"
     what = f"causal attention, {tokens} tokens"
     return Measurement(what, "TFLOP/s", {str(dtype).removeprefix("torch."): rate / 1e12}, meaning)
 

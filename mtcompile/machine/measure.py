@@ -53,10 +53,10 @@ def measure(device: Device, effort: Effort, folder: Path) -> MeasuredMachine:
     link, copies = bandwidth.copies(device, effort)
     memory, streams = bandwidth.host_memory(effort)
     update, adamw = bandwidth.host_adamw(device, effort)
-    flops, product = compute.matmul(where, effort)
+    rates, product = compute.matmul(where, effort)
     issue, tiny = compute.issue(where, effort)
     drive = disk(folder, effort)
-    rows = [*copies, streams, adamw, drive, product, compute.attention(where, effort, flops), tiny]
+    rows = [*copies, streams, adamw, drive, product, compute.attention(where, effort, rates), tiny]
     strided = Machine().strided_gops
     if where.type != "cpu":
         memory, row = bandwidth.device_memory(where, effort)
@@ -68,7 +68,7 @@ def measure(device: Device, effort: Effort, folder: Path) -> MeasuredMachine:
     name += ", host memory not pinned" if device.staging else ""
     machine = Machine(
         name=name,
-        flops=_rounded(flops),
+        flops=_rounded(rates["flops"]),
         memory_gbps=_rounded(memory),
         h2d_gbps=_rounded(link["h2d"]),
         d2h_gbps=_rounded(link["d2h"]),
@@ -79,6 +79,9 @@ def measure(device: Device, effort: Effort, folder: Path) -> MeasuredMachine:
         disk_write_gbps=_rounded(drive.values.get("write", Machine().disk_write_gbps)),
         disk_nbytes=_free_nbytes(folder),
         strided_gops=_rounded(strided),
+        fp32_flops=_rounded(rates["fp32_flops"]),
+        tf32_flops=_rounded(rates.get("tf32_flops", 0.0)),
+        fp64_flops=_rounded(rates.get("fp64_flops", 0.0)),
     )
     return MeasuredMachine(machine, tuple(rows))
 

@@ -17,6 +17,7 @@ from mtcompile.cached.files import own_text
 from mtcompile.errors import did_you_mean, nearest_file
 from mtcompile.machine import bandwidth
 from mtcompile.machine.cards import difference, scaled
+from mtcompile.machine.compute import tf32_in_use
 from mtcompile.machine.device import choose
 from mtcompile.machine.measure import MeasuredMachine, identity, measure
 from mtcompile.machine.timing import QUICK
@@ -28,33 +29,50 @@ _PCIE4, _PCIE5 = (6.8, 5.0, 2, 1200), (11.0, 9.0, 2, 1200)  # consumer drives
 _SERVER = (6.5, 3.5, 8, 14_000)
 
 
+# Peak TFLOP/s in fp32 without TF32 and in fp64, on tensor cores where they do that, by NVIDIA's data sheets and white papers.
+_HOPPER, _B200, _A100 = (67.0, 67.0), (80.0, 40.0), (19.5, 19.5)
+_A6000, _RTX3090, _RTX4090, _RTX5090 = (38.7, 0.6), (35.6, 0.56), (82.6, 1.29), (104.8, 1.64)
+_SUSTAINED = 0.8  # of these peaks; an estimate
+
+
 def _preset(
-    name: str, flops: float, gbps: tuple[float, float, float], host: float, gigabytes: int, drive: tuple[float, float, int, int]
+    name: str,
+    flops: float,
+    wide: tuple[float, float],
+    gbps: tuple[float, float, float],
+    host: float,
+    gigabytes: int,
+    drive: tuple[float, float, int, int],
 ) -> Machine:
     memory, h2d, d2h = gbps
     read, write, terabytes, rated = drive
     machine = Machine(name, flops, memory, h2d, d2h, host_gbps=host, device_nbytes=gigabytes * 10**9)
+    fp32, fp64 = (_SUSTAINED * 1e12 * peak for peak in wide)
+    # By the data sheets of all of these cards, TF32 has half the peak of bf16.
+    machine = replace(machine, fp32_flops=fp32, tf32_flops=flops / 2, fp64_flops=fp64, tf32_convolutions=True)
     machine = replace(machine, disk_read_gbps=read, disk_write_gbps=write)
     return replace(machine, disk_nbytes=terabytes * 10**12, disk_rated_nbytes=rated * 10**12)
 
 
-PRESETS = {  # sustained bf16 FLOP/s; GB/s of device memory, link to and from the device; of the host; GB of the device; a drive
+# Sustained bf16 FLOP/s; peaks of wider products; GB/s of device memory, link to and from the device; of the host; GB of the
+# device; a drive.
+PRESETS = {
     machine.name: machine
     for machine in (
-        _preset("h200-sxm", 6.85e14, (4300.0, 50.0, 50.0), 200.0, 141, _SERVER),
-        _preset("gh200", 6.85e14, (3700.0, 377.0, 297.0), 348.0, 96, _SERVER),
-        _preset("h100-sxm", 6.85e14, (3000.0, 50.0, 50.0), 250.0, 80, _SERVER),
-        _preset("b200", 1.4e15, (7000.0, 50.0, 50.0), 300.0, 192, _SERVER),
-        _preset("a100-pcie", 2.0e14, (1800.0, 25.0, 25.0), 150.0, 80, _SERVER),
-        _preset("a6000", 1.0e14, (770.0, 25.0, 25.0), 100.0, 48, _PCIE4),
-        _preset("rtx3090", 5.5e13, (850.0, 25.0, 25.0), 40.0, 24, _PCIE4),
-        _preset("rtx4090", 1.3e14, (920.0, 25.0, 25.0), 70.0, 24, _PCIE4),
-        _preset("rtx5090", 1.6e14, (1600.0, 50.0, 50.0), 70.0, 32, _PCIE5),
+        _preset("h200-sxm", 6.85e14, _HOPPER, (4300.0, 50.0, 50.0), 200.0, 141, _SERVER),
+        _preset("gh200", 6.85e14, _HOPPER, (3700.0, 377.0, 297.0), 348.0, 96, _SERVER),
+        _preset("h100-sxm", 6.85e14, _HOPPER, (3000.0, 50.0, 50.0), 250.0, 80, _SERVER),
+        _preset("b200", 1.4e15, _B200, (7000.0, 50.0, 50.0), 300.0, 192, _SERVER),
+        _preset("a100-pcie", 2.0e14, _A100, (1800.0, 25.0, 25.0), 150.0, 80, _SERVER),
+        _preset("a6000", 1.0e14, _A6000, (770.0, 25.0, 25.0), 100.0, 48, _PCIE4),
+        _preset("rtx3090", 5.5e13, _RTX3090, (850.0, 25.0, 25.0), 40.0, 24, _PCIE4),
+        _preset("rtx4090", 1.3e14, _RTX4090, (920.0, 25.0, 25.0), 70.0, 24, _PCIE4),
+        _preset("rtx5090", 1.6e14, _RTX5090, (1600.0, 50.0, 50.0), 70.0, 32, _PCIE5),
     )
 }
 # Part of torch's name -> preset, as "RTX 4090" and "H200"; of several in a name ("GH200"), the longest counts.
 _PRESET_OF = {name.partition("-")[0].upper().replace("RTX", "RTX "): name for name in PRESETS}
-_FLOPS_PER_UNIT = 1.5e12  # of a multiprocessor of an unknown device, as on the A100
+_FLOPS_PER_UNIT, _FP32_PER_UNIT = 1.5e12, 1.5e11  # of a multiprocessor of an unknown device, as on the A100
 _STAGED_GBPS = 6.0  # of copies through pageable memory: one thread copies into the ring; an estimate
 
 
@@ -67,6 +85,7 @@ def machine_of(where: torch.device, fuses: bool, staged: bool) -> Machine:
         machine = replace(machine, name=f"{machine.name}, measured by doctor")
     else:
         machine = Machine() if where.type == "cpu" else _accelerator(where)
+    machine = as_torch_multiplies(machine)
     if staged:
         machine = replace(
             machine,
@@ -85,7 +104,8 @@ def _accelerator(where: torch.device) -> Machine:
         other = difference(properties, preset)
         return _on_this_host(where, preset) if not other else _other_card(where, preset, other)
     units = int(getattr(properties, "multi_processor_count", 1))
-    return Machine(name, _FLOPS_PER_UNIT * units, 20.0 * units, 25.0, 25.0)
+    fp32, tf32 = _FP32_PER_UNIT * units, _FLOPS_PER_UNIT * units / 2
+    return Machine(name, _FLOPS_PER_UNIT * units, 20.0 * units, 25.0, 25.0, fp32_flops=fp32, tf32_flops=tf32)
 
 
 def _on_this_host(where: torch.device, preset: Machine) -> Machine:
@@ -128,11 +148,22 @@ def _other_card(where: torch.device, preset: Machine, why: str) -> Machine:
     return measured.machine
 
 
+def as_torch_multiplies(machine: Machine) -> Machine:
+    """Returns the machine with products and convolutions of fp32 in TF32 where torch is set to that now, in this process."""
+    if not machine.tf32_flops:
+        return machine
+    products, convolutions = tf32_in_use()
+    return replace(machine, tf32_products=products, tf32_convolutions=convolutions)
+
+
 def named(machine: str | Machine) -> Machine:
     """Returns a preset by name, this machine for ``"this"``, or the machine in a JSON file with Machine's fields, whose missing
-    fields are those of the emulated device. Raises ValueError."""
-    if isinstance(machine, Machine):
-        return machine
+    fields are those of the emulated device; with fp32 in TF32 as torch is set. A ``Machine`` is returned as it is. Raises
+    ValueError."""
+    return machine if isinstance(machine, Machine) else as_torch_multiplies(_named(machine))
+
+
+def _named(machine: str) -> Machine:
     if machine in PRESETS:
         return PRESETS[machine]
     if machine == "this":
@@ -195,10 +226,13 @@ def _from_file(path: Path) -> Machine:
 
 
 _LEAST, _MOST = 1e-6, 1e21  # of a speed; far beyond any machine's, and times and sums of them are numbers
+_UNKNOWN = ("fp32_flops", "tf32_flops", "fp64_flops")  # may be 0: not known
 _RANGES = {float: f"a number from {_LEAST:g} to {_MOST:g}", int: "a whole number from 0 to 2**62", bool: "true or false"}
 
 
-def _sound(kind: type, value: Any) -> bool:
+def _sound(name: str, kind: type, value: Any) -> bool:
+    if name in _UNKNOWN and value == 0:
+        return True
     return _LEAST <= value <= _MOST if kind is float else 0 <= value <= 2**62 if kind is int else True
 
 
@@ -210,7 +244,7 @@ def _from_text(text: str, path: Path) -> Machine:
             raise ValueError(f"expected an object with fields among {', '.join(kinds)}")
         for name, value in data.items():
             kind = float if kinds[name] is float and type(value) is int else type(value)
-            if kind is not kinds[name] or not _sound(kind, value):
+            if kind is not kinds[name] or not _sound(name, kind, value):
                 raise ValueError(f"{name}: expected {_RANGES.get(kinds[name], kinds[name].__name__)}, found {value!r:.80}")
         return Machine(**{"name": path.stem, **data})
     except ValueError as error:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.passes.analysis.flops import by_name, node_flops
+from mtcompile.passes.analysis.flops import by_name, is_uncounted, node_flops
 from mtcompile.passes.analysis.rows import ROW_COPY_US, rows_that_cross
 from mtcompile.passes.analysis.tiles import program_of, run_tiles
 from mtcompile.passes.generators import replay
-from mtcompile.passes.step_graph import is_view, iter_tensors, results, span_nbytes
+from mtcompile.passes.step_graph import is_view, iter_tensors, kernel_of, regions, results, span_nbytes
 
 aten = torch.ops.aten
 # Beside pointwise operations, these are compiled together with their neighbours.
@@ -54,8 +54,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Speeds of one machine: GB/s of the device's memory, of the link per direction and of the host's memory, dense FLOP/s,
-    and the microseconds one operation costs to issue. ``fuses``: its kernels are compiled. ``device_nbytes``: the memory of
+    """Speeds of one machine: GB/s of the device's memory, of the link per direction and of the host's memory, dense FLOP/s of
+    products in bf16 and fp16, and the microseconds one operation costs to issue. ``fp32_flops``, ``tf32_flops``,
+    ``fp64_flops``: FLOP/s of products in these; 0: as ``flops``. ``tf32_products``, ``tf32_convolutions``: torch is set to run
+    those of fp32 in TF32. ``fuses``: its kernels are compiled. ``device_nbytes``: the memory of
     its device, 0 where it has what it is given. ``measured``: times measured on it, None for none. Of its disk: GB/s of reads
     and writes, its bytes, and the bytes that may be written to it in its life, 0 where that is not known. Of the network
     between hosts: GB/s per direction. ``strided_gops``: billions of elements per second of operations that go through values
@@ -79,6 +81,11 @@ class Machine:
     network_gbps: float = 1.0
     updating_ranks: int = 1
     strided_gops: float = 1e9
+    fp32_flops: float = 0.0
+    tf32_flops: float = 0.0
+    fp64_flops: float = 0.0
+    tf32_products: bool = False
+    tf32_convolutions: bool = False
 
     def scale(self, queue: str) -> float:
         if queue == "direct" and not self._measured_direct:
@@ -146,10 +153,19 @@ class Machine:
         """The microseconds that copies of ``nbytes`` cost the kernels they hide behind: both go through the same memory."""
         return nbytes / self.memory_gbps / 1e3
 
-    def run_us(self, flops: float, product_nbytes: int, nbytes: int, operations: int) -> float:
+    @property
+    def rates(self) -> tuple[float, float, float, float]:
+        """FLOP/s of products in bf16 and fp16, of those in fp32, of convolutions in fp32, and of products in fp64."""
+        fp32, tf32 = self.fp32_flops or self.flops, self.tf32_flops or self.flops
+        in_fp32 = (tf32 if narrow else fp32 for narrow in (self.tf32_products, self.tf32_convolutions))
+        return self.flops, *in_fp32, self.fp64_flops or self.flops
+
+    def run_us(self, flops: Sequence[float], product_nbytes: int, nbytes: int, operations: int) -> float:
         """The microseconds of operations that run one after the other, scaled as measured kernels are: those of products by
-        the roofline of ``flops`` and ``product_nbytes``, and those of the others, which move ``nbytes``."""
-        products_us = max(flops / self.flops * 1e6, product_nbytes / self.memory_gbps / 1e3)
+        the roofline of ``flops``, by their ``rates``, and ``product_nbytes``, and those of the others, which move
+        ``nbytes``."""
+        flops_us = sum(each / rate for each, rate in zip(flops, self.rates, strict=True)) * 1e6
+        products_us = max(flops_us, product_nbytes / self.memory_gbps / 1e3)
         return self.scale("compute") * (products_us + nbytes / self.memory_gbps / 1e3 + self.issue_us * operations)
 
 
@@ -158,7 +174,8 @@ class Cost:
     """The work of a kernel. ``operations``: those so small that their launch takes time. ``fusible_nbytes``, ``fusible``: the
     part of the bytes and of these operations that a compiler fuses. ``product_nbytes``: the bytes that operations with FLOPs
     move. ``slow_flops``: what attention would do with products in the time that it takes longer. ``strided``: elements of
-    operations on values of different strides, which move ``strided_nbytes``."""
+    operations on values of different strides, which move ``strided_nbytes``. ``fp32_flops``, ``convolved_flops``,
+    ``fp64_flops``: of all FLOPs and slow ones, those of products in fp32, of convolutions in fp32, and of products in fp64."""
 
     flops: int = 0
     nbytes: int = 0
@@ -169,6 +186,9 @@ class Cost:
     slow_flops: int = 0
     strided: int = 0
     strided_nbytes: int = 0
+    fp32_flops: int = 0
+    convolved_flops: int = 0
+    fp64_flops: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -181,6 +201,9 @@ class Cost:
             self.slow_flops + other.slow_flops,
             self.strided + other.strided,
             self.strided_nbytes + other.strided_nbytes,
+            self.fp32_flops + other.fp32_flops,
+            self.convolved_flops + other.convolved_flops,
+            self.fp64_flops + other.fp64_flops,
         )
 
     def flops_us(self, machine: Machine) -> float:
@@ -189,10 +212,12 @@ class Cost:
 
     def traffic_us(self, machine: Machine) -> float:
         """The microseconds without FLOPs."""
-        return replace(self, flops=0, slow_flops=0).time_us(machine)
+        return replace(self, flops=0, slow_flops=0, fp32_flops=0, convolved_flops=0, fp64_flops=0).time_us(machine)
 
     def time_us(self, machine: Machine) -> float:
-        flops, nbytes, operations = self.flops + self.slow_flops, self.nbytes - self.product_nbytes, self.operations
+        wide = self.fp32_flops, self.convolved_flops, self.fp64_flops
+        flops = self.flops + self.slow_flops - sum(wide), *wide
+        nbytes, operations = self.nbytes - self.product_nbytes, self.operations
         if machine.fuses:
             nbytes += self.fusible_nbytes // _FUSION_GAIN - self.fusible_nbytes
             operations -= self.fusible
@@ -217,6 +242,15 @@ def kernel_digest(kernel: fx.GraphModule) -> str:
     if "digest" not in kernel.meta:
         kernel.meta["digest"] = hashlib.sha256(kernel.meta["key"].encode()).hexdigest()
     return str(kernel.meta["digest"])
+
+
+def uncounted(step: fx.GraphModule) -> list[str]:
+    """Says of which operations of a step no FLOPs are counted, though they may multiply matrices."""
+    kernels = {str(region.target): kernel_of(step, region) for region in regions(step)}
+    nodes = (node for kernel in kernels.values() for node in kernel.graph.nodes if node.op == "call_function")
+    names = sorted({str(node.target) for node in nodes if is_uncounted(node)})
+    told = "FLOPs are not counted of {}: it has no formula, so its predicted time is that of its memory traffic alone"
+    return [told.format(name) for name in names]
 
 
 def kernel_cost(kernel: fx.GraphModule) -> Cost:
@@ -246,7 +280,19 @@ def node_cost(node: fx.Node) -> Cost:
     slow_flops = round(flops * (_flop_us(node) - 1))
     strided = _strided(node.target, written, read) if pointwise or node.target in _COPIES else 0
     about = flops, nbytes, waits, nbytes * fusible, waits * fusible, nbytes if flops else 0, slow_flops
-    return Cost(*about, strided, nbytes if strided else 0)
+    wide = _wide_flops(node, read, flops + slow_flops) if flops else (0, 0, 0)
+    return Cost(*about, strided, nbytes if strided else 0, *wide)
+
+
+def _wide_flops(node: fx.Node, read: Sequence[torch.Tensor], flops: int) -> tuple[int, int, int]:
+    """FLOPs of products in fp32, of convolutions in fp32, and of products in fp64, by what an operation multiplies."""
+    dtype = next((value.dtype for value in read if value.is_floating_point() or value.is_complex()), None)
+    fp32, convolves = dtype in (torch.float32, torch.complex64), "conv" in str(node.target)
+    return (
+        flops if fp32 and not convolves else 0,
+        flops if fp32 and convolves else 0,
+        flops if dtype in (torch.float64, torch.complex128) else 0,
+    )
 
 
 def _strided(operation: Any, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> int:

@@ -42,7 +42,7 @@ def trade_off(
     items = saved_values(region)
     saved = tuple(int(item.args[1]) for item in items)
     reader = _reader(step, region)
-    speeds = machine.flops, machine.memory_gbps, machine.issue_us, machine.fuses, machine.scale("compute")
+    speeds = machine.rates, machine.memory_gbps, machine.issue_us, machine.fuses, machine.scale("compute")
     inside = tuple(int(value.args[1]) for value in made_again_inside(region))
     key = "trade-off", str(region.target), saved, inside, always, reader and str(reader.target), speeds
     memo = step.meta["memo"]

@@ -20,7 +20,7 @@ from mtcompile.passes.analysis.cost import Machine
 
 
 def test_machines_come_from_presets_and_files(tmp_path: Path) -> None:
-    assert named("gh200") is PRESETS["gh200"]
+    assert named("gh200") == PRESETS["gh200"]
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"h2d_gbps": 12, "device_nbytes": 8 * 10**9}))
     mine = named(str(path))
@@ -121,6 +121,18 @@ def test_the_hosts_memory_is_measured_once(accelerator: Any, monkeypatch: pytest
     monkeypatch.undo()
     monkeypatch.setenv("MT_MEASURED", "0")
     assert accelerator(h200) == preset and len(accelerator.hosts) == 2
+
+
+def test_products_of_fp32_run_as_torch_is_set() -> None:
+    products, convolutions = torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv")  # noqa: B009 - torch has no type
+    before = products.fp32_precision, convolutions.fp32_precision
+    assert not named("h100-sxm").tf32_products and named("h100-sxm").tf32_convolutions
+    try:
+        products.fp32_precision, convolutions.fp32_precision = "tf32", "ieee"
+        assert named("h100-sxm").tf32_products and not named("h100-sxm").tf32_convolutions
+        assert named(PRESETS["h100-sxm"]) is PRESETS["h100-sxm"]
+    finally:
+        products.fp32_precision, convolutions.fp32_precision = before
 
 
 def test_a_card_that_cannot_be_measured_has_its_share_of_the_preset(accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,28 @@ def test_a_product_takes_as_long_as_its_slower_part() -> None:
     assert narrow.time_us(MACHINE) == 1000 and narrow.flops_us(MACHINE) == 1
 
 
+def test_products_run_at_the_rate_of_their_dtype() -> None:
+    class Both(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.conv, self.last = nn.Conv2d(3, 8, 3, dtype=dtype), nn.Linear(6, 8, dtype=dtype)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.conv(x)).square().sum()
+
+    def us(dtype: torch.dtype, name: str, machine: Machine) -> float:
+        of_dtype = nodes(Both(dtype), x=torch.ones(1, 3, 8, 8, dtype=dtype))
+        return node_cost(one(of_dtype, name)).flops_us(replace(machine, issue_us=0.0))
+
+    machine = replace(MACHINE, fp32_flops=1e11, tf32_flops=5e11, fp64_flops=1e10)
+    bf16 = {name: us(torch.bfloat16, name, machine) for name in ("addmm", "convolution")}
+    assert bf16 == {name: us(torch.float32, name, MACHINE) for name in bf16}  # other rates are not known there
+    for name, in_tf32 in ("addmm", "tf32_products"), ("convolution", "tf32_convolutions"):
+        assert us(torch.float32, name, machine) == pytest.approx(10 * bf16[name])
+        assert us(torch.float64, name, machine) == pytest.approx(100 * bf16[name])
+        assert us(torch.float32, name, replace(machine, **{in_tf32: True})) == pytest.approx(2 * bf16[name])
+
+
 def test_launches_count_for_small_operations_alone() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -87,6 +87,39 @@ def test_products_and_attention_count_as_torch_counts(operation: Any, shapes: Se
     assert node_flops(call(operation, val=of(*result), **dict(zip(names, operands, strict=False)))) == expected
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "result", "expected"),
+    [
+        ((10, 5), (3, 5, 7), (10, 7), 2 * 10 * 5 * 7),  # each row by the matrix of its group
+        ((4, 10), (10, 7), (3, 4, 7), 2 * 10 * 4 * 7),  # gradients of the matrices: each adds up its rows
+        ((3, 4, 5), (5, 10), (4, 10), 2 * 10 * 4 * 5),
+        ((3, 4, 5), (3, 5, 7), (3, 4, 7), 2 * 3 * 4 * 5 * 7),
+    ],
+)
+def test_products_of_groups_count_each_row_once(rows: Any, columns: Any, result: Any, expected: int) -> None:
+    ends = torch.tensor([2, 5, 10], dtype=torch.int32)
+    assert node_flops(call(torch.ops.aten._grouped_mm.default, of(*rows), of(*columns), ends, val=of(*result))) == expected
+
+
+def test_products_with_vectors_and_recurrent_layers_count() -> None:
+    aten = torch.ops.aten
+    assert node_flops(call(aten.mv.default, of(3, 5), of(5), val=of(3))) == 30
+    assert node_flops(call(aten.dot.default, of(5), of(5), val=of())) == 10
+    layer = call(aten.mkldnn_rnn_layer.default, of(6, 2, 8), of(16, 8), of(16, 4), of(16), of(16), val=(of(6, 2, 4),))
+    assert node_flops(layer) == 2 * 6 * 2 * (16 * 8 + 16 * 4)
+
+
+def test_what_may_multiply_and_has_no_formula_is_named() -> None:
+    aten = torch.ops.aten
+    with torch.library._scoped_library("mt_flops", "DEF") as library:
+        library.define("fused(Tensor x) -> Tensor")
+        assert counted.is_uncounted(call(torch.ops.mt_flops.fused.default, of(3), val=of(3)))
+    assert counted.is_uncounted(call(aten.linalg_inv_ex.default, of(3, 3), val=of(3, 3)))
+    counts = call(aten.mm.default, of(3, 5), of(5, 7), val=of(3, 7))
+    elementwise = call(aten.add.Tensor, of(3), of(3), val=of(3)), call(aten.linalg_vector_norm.default, of(3), val=of())
+    assert not any(map(counted.is_uncounted, (counts, *elementwise)))
+
+
 def test_operations_with_a_formula_are_looked_up() -> None:
     """By their names, as torch's table takes long to load; and any that somebody adds, as it is loaded then."""
     computed = {*counted._FIRST_MATRIX, *counted._ATTENTION}
