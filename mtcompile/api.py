@@ -153,9 +153,16 @@ class CompiledModule(nn.Module):
         return super().named_parameters(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._mt_model is not None and torch_private.in_foreign_capture():
+            return self._mt_uncaptured(*args, **kwargs)
         if self._mt_model is None or torch_private.in_capture():  # while its own forward is being captured
             return super().__call__(*args, **kwargs)
         return self._mt_model(*args, **kwargs)
+
+    @torch_private.never_captured
+    def _mt_uncaptured(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a call of a function that ``torch.compile`` compiles: this model's part of it stays planned."""
+        return self(*args, **kwargs)
 
     def _infer_parameters(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Initializes a lazy model, whose class then is the one that it becomes, compiled."""

@@ -98,7 +98,7 @@ def shifted(records: Iterable[Record], by_us: float) -> list[Record]:
 
 def time_of(us: float) -> str:
     """Writes microseconds for a reader."""
-    return f"{us / 1e6:.2f} s" if us >= 1e6 else f"{us / 1e3:.3g} ms"
+    return f"{us / 1e6:.2f} s" if us >= 999_500 else f"{us / 1e3:.3g} ms"
 
 
 def _intervals(trace: Trace, queue: Queue) -> list[Interval]:

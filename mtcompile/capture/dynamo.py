@@ -141,6 +141,7 @@ def front_end(
         torch_private.forget_counted_frames()
         try:
             with (
+                torch_private.own_capture(),
                 capture_settings[state.in_parts],
                 torch_private.mixing_devices(device),
                 refusing_random_numbers(_RANDOM),

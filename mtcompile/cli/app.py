@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import mtcompile
 from mtcompile.cli.bench import bench
 from mtcompile.cli.common import Commands
 from mtcompile.cli.doctor import doctor
@@ -14,11 +17,28 @@ from mtcompile.cli.train import train
 from mtcompile.cli.verify import verify
 from mtcompile.cli.viz import viz
 
-app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"mtcompile {mtcompile.__version__}")
+        raise typer.Exit
 
 
 @app.callback(invoke_without_command=True)
-def main(context: typer.Context) -> None:
+def main(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="show the version and exit")
+    ] = False,
+) -> None:
     """Train models larger than the device's memory, with results bit-identical to plain PyTorch.
 
     \b

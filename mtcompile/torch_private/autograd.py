@@ -203,6 +203,27 @@ def in_capture() -> bool:
     return get_proxy_mode() is not None
 
 
+class _OwnCaptures:
+    """``running``: how many captures of mtcompile's run: Dynamo can read it as a constant, unlike what belongs to a thread."""
+
+    running = 0
+
+
+@contextlib.contextmanager
+def own_capture() -> Iterator[None]:
+    """Marks what Dynamo captures inside as captured for a plan."""
+    _OwnCaptures.running += 1
+    try:
+        yield
+    finally:
+        _OwnCaptures.running -= 1
+
+
+def in_foreign_capture() -> bool:
+    """Tells whether Dynamo captures this call for ``torch.compile`` of the user's or a library's."""
+    return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting() and not _OwnCaptures.running
+
+
 def caches_casts() -> bool:
     """Tells whether autocast is enabled for the host, and keeps the copies of weights that it casts."""
     return torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()

@@ -11,6 +11,7 @@ from typing import Any
 from mtcompile.passes.plan.decisions import Choice, Decision, Decisions, Kind
 from mtcompile.passes.plan.listing import alike
 from mtcompile.runtime.schedule import changed, gib
+from mtcompile.runtime.trace import time_of
 
 FORMAT = "mtcompile-plan-2"
 NORM_COPIES = 5.0  # of a bf16 gradient, which is cast to fp32 first: 2 bytes read, 4 written, 4 read
@@ -75,10 +76,10 @@ class Certificate:
         words |= {"compute": "10 % more compute"}
         worth = sorted((us, name) for name, us in self.gains_us.items() if us > self.bound_us / 1000)
         gains = [f"{words[name]} -{us / 1e3:.3g} ms" for us, name in reversed(worth)]
-        sentence = f"no plan within these budgets, cut as here, is faster than {self.bound_us / 1e3:.4g} ms"
+        sentence = f"no plan within these budgets, cut as here, is faster than {time_of(self.bound_us)}"
         if self.other_cuts:
             others = "in the other cut" if self.other_cuts == 1 else f"in any of the {self.other_cuts} other cuts"
-            sentence += f", nor, {others} compared, than {self.other_bound_us / 1e3:.4g} ms"
+            sentence += f", nor, {others} compared, than {time_of(self.other_bound_us)}"
         return sentence + (f" (with {', '.join(gains)})" if gains else "")
 
 

@@ -16,6 +16,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+import mtcompile
 from mtcompile import knobs
 from mtcompile.cli.app import app
 from mtcompile.cli.options import ComparisonOptions, StepOptions, flattened, values
@@ -92,6 +93,11 @@ def config(tmp_path: Path) -> str:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 256}
     path.write_text(json.dumps({"model_type": "llama", **sizes}))
     return str(path)
+
+
+def test_the_version_and_the_short_help_are_there() -> None:
+    assert run("--version")[:2] == (0, f"mtcompile {mtcompile.__version__}\n")
+    assert run("-h")[:2] == run("--help")[:2] and run("plan", "-h")[:2] == run("plan", "--help")[:2]
 
 
 def test_alone_it_says_what_there_is_in_the_order_it_is_needed() -> None:

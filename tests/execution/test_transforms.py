@@ -82,3 +82,25 @@ def test_a_saved_model_is_loaded_by_weights_only():
         loaded = torch.load(file, weights_only=True)
     assert type(loaded) is nn.Sequential and type(model) is compiled_class
     assert torch.equal(loaded(X), net()(X))
+
+
+@pytest.mark.parametrize("inside", ["the model", "a function around it"])
+def test_torch_compile_of_a_compiled_model_keeps_its_plan(inside):
+    """As of Trainer's ``torch_compile=True``: the model's own part is planned, within its budget, with plain PyTorch's bits."""
+    torch.compiler.reset()
+    plain, model = net(), mtcompile.compile(net(), memory="1MiB", policy="checkpoint-all")
+    compiled = torch.compile(model, backend="eager")
+    if inside != "the model":
+        compiled = torch.compile(lambda x: model(x * 1.0), backend="eager")
+    for _ in range(2):
+        plain(X).square().sum().backward()
+        compiled(X).square().sum().backward()
+    assert model.plan is not None and len(model.memory_report()["programs"]) == 1
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_a_graph_that_must_be_whole_cannot_hold_a_compiled_model():
+    torch.compiler.reset()
+    model = mtcompile.compile(net(), memory="1MiB")
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(model, backend="eager", fullgraph=True)(X)
