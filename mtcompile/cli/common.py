@@ -33,7 +33,10 @@ INTERRUPTED = 130
 _WIDTH = 128  # of tables that do not go to a terminal
 
 Model = Annotated[
-    str, typer.Argument(help="a built-in shape (gpt-11m, llama-8b, ...), a Hugging Face config.json or file.py:factory")
+    str,
+    typer.Argument(
+        help="a built-in shape (gpt-11m, llama-8b, ...), a Hugging Face config.json or its folder, or file.py:factory"
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Models named on the command line: a built-in shape, a Hugging Face config.json or file.py:factory."""
+"""Models named on the command line: a built-in shape, a Hugging Face config.json or its folder, or file.py:factory."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ ModelAndData = tuple[nn.Module, Mapping[str, Any]]  # and the keyword arguments 
 
 def model_named(text: str) -> str | Callable[[int, int], ModelAndData]:
     """Returns a built-in shape's name, or a factory of (batch, seq). Raises ValueError, here or when the factory is called."""
+    if text not in SHAPES and (Path(text) / "config.json").is_file():
+        text = str(Path(text) / "config.json")
     path, _, factory = text.rpartition(":")
     if text.endswith(".py"):
         raise ValueError(f"expected file.py:factory, found {text}: which function of it returns (module, keyword arguments)?")
@@ -94,7 +96,7 @@ def _shape(name: str) -> Any:
 def check_shape(name: str) -> None:
     """Raises ValueError, with the most similar name, unless this is a built-in shape."""
     if name not in SHAPES:
-        others = "a config.json, file.py:factory, or, for train, a folder of weights"
+        others = "a config.json or its folder, or file.py:factory"
         close = did_you_mean(name, SHAPES)
         raise ValueError(f"expected a model among {', '.join(SHAPES)}, or {others}, found {name!r}{close}")
 

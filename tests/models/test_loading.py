@@ -48,6 +48,8 @@ def built(folder: Path, fields: object) -> torch.nn.Module:
 def test_a_configuration_builds_its_model(tmp_path: Path) -> None:
     model = built(tmp_path, {**SMALL, "dtype": "bfloat16"})
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and torch.get_default_dtype() == torch.float32
+    of_folder = build_model(model_named(str(tmp_path)), 1, 4)[0]
+    assert type(of_folder) is type(model) and of_folder.config.to_dict() == model.config.to_dict()  # type: ignore[operator]
 
 
 def test_code_that_a_configuration_names_is_not_run(tmp_path: Path, connections: list[object]) -> None:
