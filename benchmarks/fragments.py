@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 import mtcompile
 from benchmarks.cases import measure_cases
+from mtcompile.execution.memory.fragment_figures import streaming
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.cuts.fragments.figures import streaming
 
 WARMUPS, STEPS = 1, 7
 SLOW = Machine("slow link", flops=1e10, memory_gbps=2.0, h2d_gbps=0.025, d2h_gbps=0.025, host_gbps=0.2, issue_us=20.0)

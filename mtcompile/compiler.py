@@ -27,6 +27,7 @@ from mtcompile.errors import BudgetError, CaptureError, PassError
 from mtcompile.execution.calibration import known_machine, warn_not_pinned
 from mtcompile.execution.compiled import CompiledStep, compiled_step
 from mtcompile.execution.memory.beside import plan_beside
+from mtcompile.execution.memory.fragment_figures import cut_on_disk, streamed_whole, told_fragments, told_whole
 from mtcompile.execution.placement import Placement, RunnablePlacement
 from mtcompile.kernels.measure import strides_on
 from mtcompile.kernels.same_bits import has_same_bits
@@ -40,7 +41,6 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts import fastest
 from mtcompile.passes.cuts.form import Check, Form, cut_joint, first_form, in_rows, small_head, told_head
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
-from mtcompile.passes.cuts.fragments.figures import cut_on_disk, streamed_whole, told_fragments, told_whole
 from mtcompile.passes.joint.accumulate import repeat
 from mtcompile.passes.joint.batch.joining import Micro, joining_of
 from mtcompile.passes.joint.build import InputHomes, built_once

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from mtcompile.execution.memory.fragment_figures import told_whole
 from mtcompile.forecast.advice import ways_on_host
 from mtcompile.forecast.request import ForecastRequest, SizedStep, budgets_of
 from mtcompile.forecast.result import Forecast, Row
@@ -28,7 +29,6 @@ from mtcompile.passes.analysis.state import (
     weights_on_disk_nbytes,
 )
 from mtcompile.passes.cuts.form import told_head
-from mtcompile.passes.cuts.fragments.figures import told_whole
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.disk.limits import NotWorthwhile
 from mtcompile.passes.planning.evaluate import judged

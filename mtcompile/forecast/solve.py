@@ -243,7 +243,7 @@ def _largest(request: ForecastRequest, what: str, batch: int, seq: int) -> Forec
     """Plans the largest batch or sequence that fits: takes the size that the expression of the leanest plan's peak gives, then
     confirms it by planning that size and the next. Raises ValueError if the model cannot be traced at the sizes this needs."""
 
-    from mtcompile.passes.planning.symbolic import MONOMIALS, evaluated, peak_expressions  # loads sympy: only here
+    from mtcompile.forecast.symbolic import MONOMIALS, evaluated, peak_expressions  # loads sympy: only here
 
     def at(n: int) -> tuple[int, int]:
         return (n, seq) if what == "batch" else (batch, n * _GRAIN)

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import mtcompile
 from mtcompile import compiler
+from mtcompile.execution.memory.fragment_figures import streaming
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.cuts.fragments.cut import UNCUT
-from mtcompile.passes.cuts.fragments.figures import streaming
 from tests.helpers.training import adamw, same, train
 
 WEIGHT = 512 * 1024  # bytes

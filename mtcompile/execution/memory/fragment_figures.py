@@ -116,8 +116,8 @@ def _why_whole(weight: fx.Node, cut: Cut) -> str:
         return "an embedding reads it too, and fragments are of weights that one layer reads"
     if len(products) > 1:
         return f"{len(products)} products read it in the forward, and fragments are of weights that one layer reads"
-    if others := [user for user in forward if user not in products]:
-        return f"{others[0].target} reads it too, and fragments are of weights that one layer reads"
+    if besides := [user for user in forward if user not in products]:
+        return f"{besides[0].target} reads it too, and fragments are of weights that one layer reads"
     backward = len(readers) > len(forward)
     if backward and not (cut.gathers or cut.splits):
         return "its input gets a gradient, for which it is read whole"

@@ -97,7 +97,7 @@ def _live(planned: Sequence[Planned]) -> Iterator[Bytes]:
         names = tuple(i.kernel for i in alike)
         if first.op == "run" and names not in bodies:
             kernels = [p.step.get_submodule(name) for p, name in zip(planned, names, strict=True)]
-            bodies[names] = {none, *_body_nbytes(kernels)}
+            bodies[names] = {none, *_body_nbytes([kernel for kernel in kernels if isinstance(kernel, fx.GraphModule)])}
         for inside in bodies[names] if first.op == "run" else (none,):
             more = tangents if first.phase == "backward" else none
             yield tuple(map(sum, zip(live, inside, more, strict=True)))
@@ -120,7 +120,7 @@ def _arena(schedules: Sequence[Schedule], tier: Tier, polynomial: Callable[[Byte
         start, end = (*lives[slot], last)[:2]
         size = polynomial(sizes[slot])
         below = _largest(top for first, until, tops in stacked if first <= end and start <= until for top in tops)
-        stacked.append((start, end, [tuple(map(sum, zip(size, top, strict=True))) for top in below] or [size]))
+        stacked.append((start, end, [tuple(a + b for a, b in zip(size, top, strict=True)) for top in below] or [size]))
     return _largest(top for _, _, tops in stacked for top in tops)
 
 

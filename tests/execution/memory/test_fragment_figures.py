@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtcompile.passes.cuts.fragments.figures import streaming
+from mtcompile.execution.memory.fragment_figures import streaming
 from mtcompile.runtime.schedule import Buffer, Instruction, Schedule
 
 

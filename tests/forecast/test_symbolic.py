@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from mtcompile.forecast.symbolic import MONOMIALS, NotPolynomial, evaluated, peak_expressions
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.joint.build import build
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.planning.symbolic import MONOMIALS, NotPolynomial, evaluated, peak_expressions
 from tests.helpers.models import make, tower
 from tests.helpers.tracing import trace
 
