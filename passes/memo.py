@@ -9,7 +9,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-def remembered(known: dict[K, V], key: K, most: int, make: Callable[[], V]) -> V:
+def remembered(known: dict[K, V], key: K, make: Callable[[], V], most: int = 256) -> V:
     """Returns what is ``known`` for a key, or makes it, and forgets the oldest where there are already ``most``."""
     if key not in known:
         value = make()

@@ -38,7 +38,6 @@ from mtcompile.runtime.schedule import listed, placed
 
 aten = torch.ops.aten
 _PARTS = (2, 4, 8, 16)  # of the largest weight, to try
-_MOST_NAMES = 4  # in a contract
 # Libraries compute products in tiles of 6 to 48 rows of the weight, and rows at the end, or a few rows alone, by other kernels
 # that sum in another order. A multiple of this many rows moves no row from one to the other.
 _TILE = 48
@@ -100,7 +99,7 @@ def cut_weights(joint: fx.GraphModule, cut: Cut) -> list[str]:
         joint.recompile()
     sums = [(weight.spec.name, rows) for weight, rows in in_fragments if cut.splits and weight.has_input_gradient]
     split = [f"{name} in {len(rows)}" for name, rows in sums]
-    return [f"input gradients summed over fragments ({listed(split, _MOST_NAMES)})"] if split else []
+    return [f"input gradients summed over fragments ({listed(split, 3)})"] if split else []
 
 
 def cuts_of(joint: fx.GraphModule, cut: Cut) -> list[tuple[Weight, list[tuple[int, int]]]]:

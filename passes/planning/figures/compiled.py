@@ -29,7 +29,6 @@ _BITS = {  # of what is decided about a home
 }
 _KINDS = "params", "fetch", "return", "gradients"
 _NO_UPDATES = Updates()
-_MOST_CHOICES = 256  # of plans, that are remembered
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -143,7 +142,7 @@ class CompiledSteps:
             by_name = dict(zip(order, range(len(order)), strict=True))
             return array("q", [by_name.get(name, len(order)) for name in self._names] if order else bytes(8 * count))
 
-        return remembered(self._ranks, order, _MOST_CHOICES, ranks), self._alphabet
+        return remembered(self._ranks, order, ranks), self._alphabet
 
     def choices(self, plan: Plan) -> tuple[array[int], array[int]]:
         """Returns what ``_decided`` does, from the choices of a plan that this one was made of, if these are known."""
@@ -153,7 +152,7 @@ class CompiledSteps:
             origin = next(((known[of], changed) for of, changed in plan.decisions.origins if of in known), None)
             return self._decided(plan) if origin is None else self._changed(plan, *origin)
 
-        return remembered(known, plan.decisions.token, _MOST_CHOICES, chosen)
+        return remembered(known, plan.decisions.token, chosen)
 
     def _changed(
         self, plan: Plan, choices: tuple[array[int], array[int]], changed: Iterable[tuple[str, str]]

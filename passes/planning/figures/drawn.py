@@ -16,8 +16,6 @@ from torch import fx
 from mtcompile.passes.memo import remembered
 from mtcompile.passes.rewrites.trim import trimmed
 
-_MOST_PLACED = 16  # of one region, that are remembered
-
 
 class Again:
     """Stands for a value that a region makes again for later ones."""
@@ -81,7 +79,7 @@ class Placed:
 def placed(region: Drawn, readers: Mapping[Any, tuple[int, ...]]) -> Placed:
     """Returns a region with the ``readers`` of what it makes: the same one for the same readers."""
     key = tuple([readers.get(value, ()) for value in region.makes])
-    return remembered(region.placed, key, _MOST_PLACED, lambda: Placed(region, key))
+    return remembered(region.placed, key, lambda: Placed(region, key))
 
 
 def all_placed(regions: Sequence[Drawn]) -> tuple[list[Placed], dict[Any, tuple[int, ...]]]:

@@ -17,8 +17,6 @@ from mtcompile.passes.planning.pace import Due
 from mtcompile.passes.planning.problem import Candidate, PlanningProblem
 from mtcompile.passes.rewrites.casts import may_cast
 
-_MOST_SUMMARIES = 256  # that are remembered
-
 
 class Figures(NamedTuple):
     """Peaks in bytes by tier, and the µs of forward and backward and of what updates add to them."""
@@ -67,7 +65,7 @@ class Evaluator:
         key: tuple[object, ...] = plan.decisions.recomputed, plan.span
         if self._casting(plan):
             key = *key, plan.decisions.token, plan.wide
-        return remembered(self._summaries, key, _MOST_SUMMARIES, lambda: self._summarised(plan))
+        return remembered(self._summaries, key, lambda: self._summarised(plan))
 
     def _summarised(self, plan: Plan) -> CompiledStep:
         sketch = self._sketches.of(plan)

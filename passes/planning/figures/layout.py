@@ -20,7 +20,6 @@ PER_LEAVING, _OF = 20, 7  # numbers of what leaves; the one of the operand that 
 COLLECTIVES = "", "all_reduce", "reduce_scatter", "broadcast", "all_gather", "all_gather of parts"  # as in c/figures.h
 _PER_READ, _WAITS = 7, 5
 _PER_VALUE, _CAST = 9, 7
-_MOST_OPERANDS = 16  # tables that are remembered
 
 
 class _Part(NamedTuple):
@@ -88,7 +87,7 @@ class Layout:
                 numbers.extend(self._operand(operand, roles))
             return numbers, {operand: place for place, operand in enumerate(operands)}, operands
 
-        return remembered(self._operands, id(operands), _MOST_OPERANDS, laid_out)[:2]
+        return remembered(self._operands, id(operands), laid_out)[:2]
 
     def _part(self, region: Region) -> _Part:
         if self not in region.memo:

@@ -27,8 +27,6 @@ from mtcompile.passes.rewrites.collectives import collective_of, share_of
 from mtcompile.passes.step_graph import InputSpec, inputs_of, is_region, outputs_of, placeholders, ranks_of
 from mtcompile.runtime.schedule import PHASES, aligned, placed
 
-_MOST_REGIONS, _MOST_READING = 16, 256  # that are remembered, of one that is placed, and of an outline
-
 
 @dataclass(slots=True, eq=False)
 class Size:
@@ -275,13 +273,13 @@ def summary_of(
     if casting is not None:
         less = narrowed(sketch.graph, sketch.regions, casting, *_crossing(sketch, shapes, outline, casting), outline.returned)
         used = *used, tuple([each and each.key() for each in less])
-    operands, each_once = remembered(outline.reading, used, _MOST_READING, lambda: _operands(outline, readers, shapes, less))
+    operands, each_once = remembered(outline.reading, used, lambda: _operands(outline, readers, shapes, less))
     summarised = list[Region]()
     for each, shape, narrow in zip(sketch.regions, shapes, less, strict=True):
         if each.last[0] is not operands:  # most summaries share these with the one before
             of = tuple([operands[node] for node in shape.nodes])
             make = partial(_summarised, each, shape, of, narrow, outline, machine, workspace)
-            each.last = operands, remembered(each.memo, (of, narrow and narrow.key()), _MOST_REGIONS, make)
+            each.last = operands, remembered(each.memo, (of, narrow and narrow.key()), make)
         summarised.append(each.last[1])
     first = next((position for position, region in enumerate(summarised) if region.phase), len(summarised))
     return Summary(summarised, each_once, outline.tangents, first)

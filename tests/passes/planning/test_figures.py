@@ -18,7 +18,6 @@ from mtcompile.passes.plan import Decision, Plan, Updates
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.evaluate import completed, evaluate
 from mtcompile.passes.planning.figures import compiled as compiled_module
-from mtcompile.passes.planning.figures import evaluator as evaluator_module
 from mtcompile.passes.planning.figures.compiled import library
 from mtcompile.passes.planning.figures.drawn import Drawn
 from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
@@ -132,7 +131,6 @@ def test_figures_of_slices_are_those_of_the_schedule(plans: int) -> None:
 @pytest.mark.parametrize("case", [*sorted(CASES), "gpt2"])
 def test_figures_do_not_depend_on_the_plans_before(case: str, plans: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two blocks and of many, also after an evaluation that was interrupted."""
-    monkeypatch.setattr(evaluator_module, "_MOST_SUMMARIES", 1)
     rnd, left = random.Random(case), Drawn.trimmed
     candidates = Candidates(PlanningProblem(step_of(case), SLOW, Budgets(updates=WAYS["behind the forward"])))
     drawn, interrupted = [varied(candidates, rnd) for _ in range(plans)], 0
