@@ -1,8 +1,8 @@
 """Plans a step with registered passes; only schedules show what these do.
 
-    budgets ──► search, by summaries without the passes ──► its best few plans ──► their schedules with the passes ──► fastest
-       ▲                                                                                      │
-       └──────────────────── less, or more, by the bytes that the passes add ◄────────────────┘
+    budgets ──► search, by summaries without the passes ──► its best plan and the leanest ──► their schedules with the passes
+       ▲                                                                                             │
+       └─────────────────────── once more, by the bytes that the passes add or save ◄────────────────┘
 
 A search is as good as its summaries are accurate. What passes do to all plans alike changes no choice, except by the bytes
 that they add or save.
@@ -10,51 +10,40 @@ that they add or save.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
-from mtcompile.passes.planning.evaluate import completed, evaluate, identity, shortfall
+from mtcompile.passes.planning.evaluate import completed, evaluate, shortfall
 from mtcompile.passes.planning.limits import fits, missing_nbytes
 from mtcompile.passes.planning.problem import Candidate, DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.registered import names_of
 
-_SEARCHES = 3  # the first, and those within fewer or more bytes, by what the passes add or save
-_OTHERS = 3  # plans whose schedules are looked at beside that of the best one
-_WORTH = 0.01  # of a budget: if passes save less than this, there is no further search
-
 
 def plan_by_schedules(candidates: Candidates, budgets: Budgets, known: Plan | None = None) -> Planned:
-    """Returns the plan whose schedule is the fastest within the budgets, of the best few plans that searches without the
-    registered passes find. ``known``: as for ``Candidates.best``. Raises DoesNotFit and PassFailed."""
+    """Returns the plan whose schedule is the fastest within the budgets, of those that searches without the registered passes
+    find. ``known``: as for ``Candidates.best``. Raises DoesNotFit and PassFailed."""
     problem = candidates.problem.within(budgets.device, budgets.host)
     if known is not None and fits((again := evaluate(problem, known)).plan, problem.budgets):
         return completed(problem, again, known.minimum_device_bytes, None)
-    judged, fitting, added = dict[Hashable, Candidate](), list[Candidate](), dict[str, int]()
-    for _ in range(_SEARCHES):
+    judged, added = list[Candidate](), dict[str, int]()
+    for count in range(2):
+        candidates.progress(f"planning with {names_of(problem.own_passes)}, by schedules", count, 2)
         within = _less(problem.budgets, added)
         try:
             planned = candidates.best(within.device, within.host)
         except DoesNotFit as error:
-            if fitting:
-                break
-            if error.minimum > (problem.budgets.nbytes[error.tier] or 0):
+            if count == 0 and error.minimum > (problem.budgets.nbytes[error.tier] or 0):
                 raise _with_what_passes_add(error, problem, added) from None
-            planned = candidates.least()  # it fits by its schedule, which needs less than is known without the passes
-        judged[identity(planned.plan)] = Candidate(planned.plan, lambda schedule=planned.schedule: schedule)
-        others = candidates.others(within, _OTHERS)
-        for done, plan in enumerate(others, 1):
-            candidates.progress(f"planning with {names_of(problem.own_passes)}, by schedules", done, 1 + len(others))
-            if identity(plan) not in judged:
-                judged[identity(plan)] = evaluate(problem, plan)
-        fitting = [each for each in judged.values() if fits(each.plan, problem.budgets)]
-        before, added = added, _added(candidates, planned.plan)
-        if added == before or (fits(planned.plan, problem.budgets) and _spare_little(problem.budgets, before, added)):
             break
+        judged.append(Candidate(planned.plan, lambda schedule=planned.schedule: schedule))
+        added = _added(candidates, planned.plan)
+    judged.append(evaluate(problem, candidates.leanest()))
+    fitting = [each for each in judged if fits(each.plan, problem.budgets)]
     if not fitting:
-        leanest = min(judged.values(), key=lambda each: missing_nbytes(each.plan, problem.budgets))
+        leanest = min(judged, key=lambda each: missing_nbytes(each.plan, problem.budgets))
         limits = [(tier, n) for tier, n in problem.budgets.nbytes.items() if n is not None]
         error = shortfall(leanest, next(tier for tier, n in limits if leanest.plan.peak_bytes[tier] > n), problem.step)
         raise _with_what_passes_add(error, problem, _added(candidates, leanest.plan))
@@ -80,9 +69,3 @@ def _with_what_passes_add(error: DoesNotFit, problem: PlanningProblem, added: Ma
     if (nbytes := added.get(error.tier, 0)) > 0:
         error.causes = ((f"what {names_of(problem.own_passes)} adds, which you registered", nbytes), *error.causes[:-1])
     return error
-
-
-def _spare_little(budgets: Budgets, counted: Mapping[str, int], added: Mapping[str, int]) -> bool:
-    """Tells whether passes add about as many bytes as a search counted on, or more."""
-    limits = [(tier, n) for tier, n in budgets.nbytes.items() if n is not None and tier in added]
-    return all(counted.get(tier, 0) - added[tier] <= _WORTH * n for tier, n in limits)
