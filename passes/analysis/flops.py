@@ -85,7 +85,8 @@ def is_uncounted(node: fx.Node) -> bool:
     """Tells whether an operation may multiply matrices, as its name or its being a user's own says, and has no formula: its
     predicted time is that of its memory traffic."""
     target = node.args[2] if node.target is replay else node.target
-    if not isinstance(target, torch._ops.OpOverload) or node_flops(node) or _formula(target.overloadpacket, target.namespace):
+    operation = getattr(target, "overloadpacket", None)
+    if operation is None or node_flops(node) or _formula(operation, target.namespace):
         return False
     words = set(str(target).replace(".", "_").split("_"))
     multiplies = words & _MULTIPLYING and not words & _ELEMENTWISE
