@@ -80,7 +80,7 @@ class Toolchain:
             told = (f"{count} kernel(s) had no room to be measured whole: measured {note}" for note, count in notes.items())
             planned = _with_notes(planned, *told)
         if isinstance(self.compiling, ExactKernels):
-            planned = _with_notes(planned, *told_fused(planned, built))
+            planned = _with_notes(planned, *told_fused(planned, built, bool(self.compiling.refused)))
         step = BuiltStep(planned, {n: k.call for n, k in built.items()}, {n: k.workspace for n, k in built.items()})
         return step if self.graphs is None else self._graphed(self.graphs, step, machine, bodies)
 
@@ -128,12 +128,12 @@ def _with_notes(planned: Planned, *notes: str) -> Planned:
     return replace(planned, plan=replace(planned.plan, notes=(*planned.plan.notes, *notes)))
 
 
-def told_fused(planned: Planned, built: Mapping[str, Built]) -> list[str]:
-    """Says how much of a step's elementwise work its exact kernels fuse."""
+def told_fused(planned: Planned, built: Mapping[str, Built], is_refused: bool) -> list[str]:
+    """Says how much of a step's elementwise work its exact kernels fuse. ``is_refused``: chains could not be compiled."""
     runs = [built[i.kernel] for i in planned.schedule.instructions if i.op == "run" and i.kernel in built]
     nbytes, in_chains = sum(kernel.elementwise_nbytes for kernel in runs), sum(kernel.in_chains_nbytes for kernel in runs)
     if not in_chains:
-        return ["exact kernels: no elementwise operations that are worth fusing"]
+        return [] if is_refused else ["exact kernels: no elementwise operations that are worth fusing"]
     return [f"exact kernels: fused are {in_chains / nbytes:.0%} of the bytes that elementwise operations move"]
 
 

@@ -184,6 +184,7 @@ def _of_transformers(
     if dtype is None:
         dtype = named or next((each.dtype for each in tensors.values() if each.dtype.is_floating_point), torch.float32)
     model_class = _model_class(model, config)
+    _refuse_other_numbers(folder, tensors, model_class, config)
     widest = max((each.nbytes_as(dtype) for each in tensors.values()), default=0)  # layouts of older files are converted
     home = _home(folder, [each.nbytes_as(dtype) for each in tensors.values()], widest, dtype, room)
     try:
@@ -201,18 +202,44 @@ def _of_transformers(
     own = {name: tuple(tensor.shape) for name, tensor in loaded.state_dict().items()}
     shapes = {name: (tuple(there), own.get(name, tuple(here))) for name, there, here in found["mismatched_keys"]}
     _refuse_others(folder, model_class.__name__, found["missing_keys"], found["unexpected_keys"], shapes, allow_new)
-    whole = {name: p.dtype for name, p in loaded.named_parameters() if not (p.is_floating_point() or p.is_complex())}
-    if whole:
-        raise CheckpointError(
-            f"{folder}: expected weights that are not quantized, found whole numbers ({next(iter(whole.values()))}) for "
-            f"{_first(list(whole))}: take a folder with weights in bfloat16, float16 or float32"
-        )
     loaded.config.name_or_path = str(folder)
     if loaded.can_generate() and (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
         loaded.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return loaded, sorted(found["missing_keys"] | shapes.keys())
+
+
+def _refuse_other_numbers(folder: Path, tensors: Mapping[str, StoredTensor], model_class: Any, config: Any) -> None:
+    """Raises CheckpointError if the folder has weights in whole numbers, in 8 bits or complex that are none in the model.
+    Transformers takes their values as they stand, also where it stacks them with others. What no name of the model fits, such
+    as masks of older models, is left to it; only what is called a weight is refused then too."""
+    odd = {name: each.dtype for name, each in tensors.items() if _kind(each.dtype) != "floating"}
+    if not odd:
+        return
+    with torch.device("meta"):
+        own: dict[str, torch.dtype] = {name: tensor.dtype for name, tensor in model_class(config).state_dict().items()}
+
+    def is_wrong(name: str, dtype: torch.dtype) -> bool:
+        # A part of a model may be saved without the names around it, or with more.
+        here = [kind for mine, kind in own.items() if f".{mine}".endswith(f".{name}") or name.endswith(f".{mine}")]
+        return any(_kind(kind) != _kind(dtype) for kind in here) if here else name.endswith("weight")
+
+    wrong = [name for name, dtype in odd.items() if is_wrong(name, dtype)]
+    if wrong:
+        raise CheckpointError(
+            f"{folder}: expected weights that are not quantized, found {odd[wrong[0]]} for {_first(wrong)}: take a folder with "
+            "weights in bfloat16, float16 or float32"
+        )
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Returns what kind of numbers a dtype has; those with 8 bits or fewer stand for others, by scales."""
+    if dtype.is_complex:
+        return "complex"
+    if dtype.is_floating_point:
+        return "floating" if dtype.itemsize > 1 else "quantized"
+    return "whole"
 
 
 @contextlib.contextmanager
@@ -281,6 +308,9 @@ def _into_module(
         owners.setdefault(id(tensor), []).append((table, name))
     wanted = {name: _wanted_dtype(tensor, dtype) for name, tensor in own.items()}
     chosen = {id(own[name]): name for name in own if name in tensors}  # one name of each tensor, tied or not
+    for name, stored in tensors.items():
+        if (other := chosen[id(own[name])]) != name and not torch.equal(stored.read(), tensors[other].read()):
+            raise CheckpointError(f"{folder}: expected one tensor for {other} and {name}, which the module ties, found two")
     sizes = [own[name].numel() * wanted[name].itemsize for name in chosen.values() if own[name].is_meta]
     widest = max((tensors[name].nbytes_as(wanted[name]) for name in chosen.values()), default=0)
     kinds = {each for each in wanted.values() if each.is_floating_point}
@@ -348,7 +378,7 @@ def _compare(
         if name in unknown or name in new:
             continue
         here, there = own[name].dtype, tensor.dtype
-        if here.is_floating_point != there.is_floating_point or here.is_complex != there.is_complex:
+        if _kind(here) != _kind(there):
             raise CheckpointError(f"{folder}: expected {name} of {here}, found {there}; change the module")
     if empty := [name for name in new if own[name].is_meta]:
         raise CheckpointError(

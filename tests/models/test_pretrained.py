@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
@@ -131,13 +132,37 @@ UP = "model__layers__0__mlp__up_proj__weight"
         ),
         ({"model__norm__weight": None, "lm_head__weight": None}, "missing there: lm_head.weight, model.norm.weight"),
         ({"model__layers__7__mlp__up_proj__weight": torch.ones(48, 32)}, "missing there: nothing; .*: model.layers.7"),
-        ({UP: torch.ones(48, 32, dtype=torch.int8)}, r"not quantized, found whole numbers \(torch.int8\) for m.*up_proj"),
+        ({UP: torch.ones(48, 32, dtype=torch.int8)}, r"not quantized, found torch.int8 for m.*up_proj"),
+        ({UP: torch.ones(48, 32, dtype=torch.float8_e4m3fn)}, r"not quantized, found torch.float8_e4m3fn for m.*up_proj"),
+        ({UP: torch.ones(48, 32, dtype=torch.complex64)}, r"not quantized, found torch.complex64 for m.*up_proj"),
     ],
 )
 def test_weights_that_are_not_the_model_s_are_listed(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     folder = changed(saved(tmp_path, transformers.LlamaConfig(**SMALL)), **changes)
     with pytest.raises(mtcompile.CheckpointError, match=words):
         mtcompile.from_pretrained(folder, allow_new=["model.layers.1"])
+
+
+def test_one_expert_in_whole_numbers_is_not_stacked_with_the_others(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1)
+    saved(tmp_path, config)
+    name = next(name for name in load_file(tmp_path / "model.safetensors") if "expert" in name)
+    changed(tmp_path, **{name.replace(".", "__"): load_file(tmp_path / "model.safetensors")[name].to(torch.int8)})
+    with pytest.raises(mtcompile.CheckpointError, match=f"not quantized, found torch.int8 for {name}"):
+        mtcompile.from_pretrained(tmp_path)
+
+
+def test_a_tensor_that_a_module_ties_is_one_in_the_file(tmp_path: Path) -> None:
+    tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    before = tied[0].weight.detach().clone()
+    refused = "expected one tensor for 1.weight and 0.weight, which the module ties, found two"
+    for other, words in (torch.ones(4, 4), None), (torch.zeros(4, 4), refused):
+        save_file({"0.weight": torch.ones(4, 4), "1.weight": other}, tmp_path / "model.safetensors")
+        tied[0].weight.data.copy_(before)
+        with pytest.raises(mtcompile.CheckpointError, match=words) if words else contextlib.nullcontext():
+            mtcompile.from_pretrained(tmp_path, tied).close()
+        assert torch.equal(tied[0].weight, before if words else torch.ones(4, 4))
 
 
 def test_what_is_new_is_said_and_saved(tmp_path: Path) -> None:

@@ -115,11 +115,13 @@ class ExactKernels:
         return {str(kernel.meta["name"]): self.known[kernel.meta["key"], threads] for kernel in kernels}
 
     def notes(self) -> tuple[str, ...]:
-        """Says which operations stay eager as compiled ones have shown other bits."""
+        """Says which operations, of this model or of others, stay eager as compiled ones have shown other bits."""
         if not self.known:
             return ()
         differing = [*self.shown.operations.values(), *self.shown.chains.values()]
-        other_bits = f"exact kernels: eager, as Inductor's bits differ: {listed(differing, most=_MOST_NAMED)}"
+        other_bits = (
+            f"exact kernels: eager wherever they occur, as Inductor's bits differ: {listed(differing, most=_MOST_NAMED)}"
+        )
         refused = f"exact kernels: eager, as they could not be compiled: {listed([*self.refused.values()], most=_MOST_NAMED)}"
         return (*[other_bits] * bool(differing), *[refused] * bool(self.refused))
 
@@ -230,8 +232,10 @@ def _difference_in_memory(chain: fx.GraphModule, call: Call, device: torch.devic
 
 
 def _named(node: fx.Node) -> str:
-    dtypes = ", ".join(str(operand.meta["val"].dtype).removeprefix("torch.") for operand in node.all_input_nodes)
-    return f"{str(node.target).removeprefix('aten.').partition('.')[0]} ({dtypes})"
+    """Names an operation with the dtypes and numbers that it takes: with others its bits may be equal."""
+    dtypes = [str(operand.meta["val"].dtype).removeprefix("torch.") for operand in node.all_input_nodes]
+    numbers = [str(value) for value in node.args if isinstance(value, (int, float))]
+    return f"{str(node.target).removeprefix('aten.').partition('.')[0]} ({', '.join(dtypes + numbers)})"
 
 
 def _told(chain: fx.GraphModule) -> str:

@@ -29,6 +29,7 @@ _FEWEST_ROUNDS = 4
 _MOST_ELEMENTS = 1 << 26  # of all operands in all rounds, unless the fewest have more
 _PART = 1 << 14  # elements that are looked at in one piece on a CPU, and
 _PART_OF_GPU = 1 << 20  # on a GPU
+_INTEGERS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _INTEGERS = (-100, -1, 0, 1, 2, 3, 64, 1000)
 
 
@@ -42,10 +43,14 @@ def _digest(tensor: torch.Tensor) -> str:
 
     digest = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     flat = _flat(tensor)
+    whole, nan = _INTEGERS_OF[tensor.element_size()], None
+    if tensor.is_floating_point():  # what is above infinity, without the sign
+        nan = int(torch.tensor(math.inf, dtype=tensor.dtype).view(whole)) + 1
     for part in flat.split(_PART if flat.device.type == "cpu" else _PART_OF_GPU):
-        if part.is_floating_point() and bool((nan := part.isnan()).any()):
-            part = part.masked_fill(nan, math.nan)
-        digest.update(part.cpu().view(torch.uint8).numpy())
+        bits = part.cpu().view(whole).numpy()
+        if nan is not None and (are_nan := (bits & np.iinfo(bits.dtype).max) >= nan).any():
+            bits = np.where(are_nan, np.asarray(nan, bits.dtype), bits)  # numpy's memory: the device's is counted
+        digest.update(bits)
     return str(digest.hexdigest())
 
 
