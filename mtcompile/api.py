@@ -295,7 +295,7 @@ def compile(
                has no room for: frozen weights, activations, and with ``update="backward"`` weights that train, with their state
     optimizer  the optimizer that steps the model; its state is planned for. Or call ``model.bind(optimizer)`` later
     kernels    ``"eager"``: the kernels of plain PyTorch, bit for bit; ``"exact"``: elementwise operations fused by Inductor
-               where that is shown to give the same bits; ``"auto"``: eager until that is measured on a GPU; ``"inductor"``: all
+               where tests give the same bits; ``"auto"``: eager, until exact kernels are measured on a GPU; ``"inductor"``: all
                compiled by Inductor, within rounding of plain PyTorch; budgets at which the same parts are recomputed give the
                same bits
     loss_chunks  computes a linear layer and its mean cross-entropy in that many chunks of tokens, so that whole-batch logits

@@ -59,14 +59,14 @@ def autosave(
 
     every, minutes   save after so many steps, or when so many minutes have passed; 0: not for that reason
     background       write while the training goes on, as ``save_in_background`` does
-    on_sigterm       at SIGTERM, save after the current step; ``after`` then returns False. At Ctrl-C, save there too; ``after``
-                     then raises KeyboardInterrupt. A second signal is not waited with
+    on_sigterm       at SIGTERM, save after the current step; ``after`` then returns False. At Ctrl-C, save then too; ``after``
+                     then raises KeyboardInterrupt. A second signal acts at once
 
     The others are as for ``save``. The last step is saved when the training ends. If an error ends it, such as a loss that is
-    not finite, the last step that ``after`` was told of is saved as it was then, with the buffers, generators, scheduler and
-    options of the optimizer (such as its learning rate) of that moment, unless the parameters may have changed since.
-    A resumed training has the same bits. Raises as ``save`` does; the folder is tried before the first step: a file is written,
-    synced and renamed there, and the free space is compared with one checkpoint.
+    not finite, the last step that ``after`` was told of is saved as it was then, and so are buffers, generators, the scheduler
+    and options of the optimizer, such as its learning rate. If the parameters may have changed since, nothing is saved.
+    A resumed training has the same bits. Raises as ``save`` does. The folder is tested before the first step: a file is
+    written, synced and renamed there, and one checkpoint must have room.
     """
     check_room(folder_of_rank(Path(folder), rank_of(model)), expected_nbytes(model, optimizer))
     saver = Autosave(Path(folder), model, optimizer, others or {}, keep, files or {}, background, every, minutes * 60)
@@ -130,7 +130,7 @@ class Autosave:
 
     @property
     def stopping(self) -> bool:
-        """True if the training should end, as a signal has come."""
+        """True if the training should end, because a signal has come."""
         return self._stops or bool(self.signals)
 
     def note(self, step: int, extra: Mapping[str, Any] | None = None) -> None:

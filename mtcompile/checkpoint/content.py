@@ -148,7 +148,7 @@ def content_of(
         optimizer_state = None if optimizer is None else optimizer.state_dict()
     if optimizer_state is not None and now.groups is not None:
         if [len(group["params"]) for group in optimizer_state["param_groups"]] != [len(g["params"]) for g in now.groups]:
-            raise CheckpointError("the optimizer's groups have got other parameters since; save after the next step")
+            raise CheckpointError("the optimizer's groups have other parameters now; save after the next step")
         pairs = zip(optimizer_state["param_groups"], now.groups, strict=True)
         optimizer_state = {**optimizer_state, "param_groups": [{**then, "params": group["params"]} for group, then in pairs]}
     parts: dict[str, Any] = {

@@ -89,8 +89,8 @@ def load(
     all. ``optimizer`` and ``others`` are as for ``save``. ``generators=False`` leaves the random generators alone. Gradients
     become those that were saved, or None. Call it before or after ``mtcompile.compile``, with any budget: the training goes on
     with the same bits. Raises CheckpointError if there is no checkpoint, or if it is damaged or of another model; nothing has
-    changed then. If an error or Ctrl-C ends the load after something has changed, the model refuses to run and to be saved
-    until a load has come to its end.
+    changed then. If an error or Ctrl-C ends the load after something has changed, the model can be neither run nor saved
+    until a load has finished.
     """
     path, manifest = _opened(Path(folder))
     verify_files(path, manifest)

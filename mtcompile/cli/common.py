@@ -110,10 +110,10 @@ def sentence_and_code(error: BaseException) -> tuple[str, int]:
     if isinstance(error, BudgetError):
         return str(error), DOES_NOT_FIT
     if isinstance(error, MemoryError):
-        return str(error) or "memory ran out: expected some to be free on the host; free some", DOES_NOT_FIT
+        return str(error) or "memory ran out: expected free memory on the host; free some", DOES_NOT_FIT
     if is_panic(error):
         reason = str(error).strip().partition("\n")[0][:200]
-        return f"expected files that can be used, found that the library which reads one fails on it: {reason}", WRONG
+        return f"expected files that can be read, found one on which the library that reads it fails: {reason}", WRONG
     if isinstance(error, StepError):
         return str(error), FAILED
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

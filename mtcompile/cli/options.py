@@ -103,7 +103,7 @@ class TrainingOptions:
     update: UpdateOption = "step"
     accumulate: Accumulate = 1
     kernels: Annotated[
-        Kernels, typer.Option(help="exact: fused, with the bits of eager; auto: eager; inductor: within rounding")
+        Kernels, typer.Option(help="exact: fused, with the bits of eager; auto: now eager; inductor: within rounding")
     ] = "auto"
     device: Device = None
 
@@ -136,8 +136,8 @@ class RecipeOptions(TrainingOptions):
     allow_new: Annotated[
         list[str] | None,
         typer.Option(
-            help="for a folder of weights: a tensor or module, such as lm_head, that may be missing there and is then "
-            "initialized; may be repeated. Others that are missing, or have no place in the model, stop the command"
+            help="for a folder of weights: a tensor or module, such as lm_head, that may be missing there; it is then "
+            "initialized. May be repeated. Other weights that are missing, or have no place in the model, stop the command"
         ),
     ] = None
     chat_template: Annotated[

@@ -67,15 +67,15 @@ def from_pretrained(
     dtype    of floating-point weights: a ``torch.dtype``, its name, or ``"auto"``, which is that of the configuration (else of
              the first tensor) or of the module. ``precision=`` overrides it
     allow_new  names of tensors or modules, such as ``["score"]`` for a new head: those that the folder lacks, or has in another
-             shape, are left as they were initialized, and those that the model has no place for are left out. A warning, and
-             each checkpoint, say which are new
+             shape, are left as they were initialized, and those that the model has no place for are left out. A warning
+             and each checkpoint say which are new
     prepare  a function that takes the plain model with its weights and returns the one to compile, for example
              ``lambda model: get_peft_model(model, LoraConfig(...))``
     options  the options of ``compile``: ``memory``, ``host``, ``precision``, ...
 
     A model of Transformers is what its own ``from_pretrained`` returns: in evaluation mode, with names and layouts of older
-    checkpoints converted, and tied weights tied. Weights that are missing, that the model has no place for, or of other shapes
-    raise CheckpointError, unless ``allow_new`` names them; for a module, that is before anything is read. Raises BudgetError,
+    checkpoints converted, and tied weights tied. Weights that are missing, have other shapes, or have no place in the model
+    raise CheckpointError, unless ``allow_new`` names them; for a module, before anything is read. Raises BudgetError,
     with ``.minimum_bytes``, if the weights fit neither into host memory nor on the disk, and DiskError if that takes no files.
     """
     compiling = compile(**options)
@@ -89,7 +89,7 @@ def from_pretrained(
     else:
         loaded, new = _of_transformers(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), room, allow_new)
     if new:
-        warnings.warn(f"not from {folder}, and as they were initialized: {', '.join(new)}", stacklevel=2)
+        warnings.warn(f"some weights are not from {folder}, and as they were initialized: {', '.join(new)}", stacklevel=2)
     note_origin(loaded, Path(folder), new)
     return compiling(loaded if prepare is None else prepare(loaded))
 
@@ -415,7 +415,7 @@ def _refuse_others(
     new = sorted({name.rpartition(".")[0] or name for name in (*lacking, *left, *reshaped)})[:_MOST_NAMES]
     raise CheckpointError(
         f"expected the weights of {what} in {folder}; missing there: {_first(lacking)}; of other shapes: {_first(others)}; not "
-        f"in {what}: {_first(left)}. Take the files and the configuration that belong together. If a part is to be new, such "
+        f"in {what}: {_first(left)}. Take files and a configuration that belong together. If a part is to be new, such "
         f"as a head, name it: allow_new={new} (--allow-new NAME)"
     )
 

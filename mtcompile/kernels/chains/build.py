@@ -4,8 +4,8 @@
       └── all other operations, as they are ─────────────────────────────────────────────┴──► the body to run
 
 A compiled chain serves only after it gave eager's bits twice: on drawn operands with all edges, when it is built, and on the
-real operands of its first runs. A difference takes eager's result, and the operation that differs is found. It stays eager in
-all chains that are built from then on; a chain that has served until then stays eager as a whole.
+real operands of its first runs. If they differ there, the step takes eager's result, and the operation that differs is searched
+for. It stays eager in all chains that are built from then on; a chain that has served until then stays eager as a whole.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class ExactKernels:
         self.shown.save()
         warnings.warn(
             f"the compiled chain {_told(chain)} has other bits than eager PyTorch on operands of this step. Eager's were "
-            "taken, and it stays eager from now on. Please report it with what MT_DUMP=dir writes",
+            "used, and the chain stays eager from now on. Please report it with what MT_DUMP=dir writes",
             stacklevel=2,
         )
 
