@@ -55,6 +55,10 @@ _TRAINS_WITHIN = (
     "forward runs a backward itself, and may step the optimizer {name}; a graph can hold neither{place}\n"
     "  expected a forward that leaves gradients and parameters as they are: train that part outside forward"
 )
+_OWN_GRADIENTS = (
+    "expected torch's own gradients of its operations, found an implementation for autograd by torch.library: {}\n"
+    "  a capture goes past it, and would give other gradients. Call a torch.autograd.Function or an operation of your own"
+)
 _only_whole: ContextVar[bool] = ContextVar("only_whole", default=False)
 _MOST_PROGRAMS = 32  # of one model; in parts, for each part
 _MOST_SIGNATURES = 512  # of one model; Dynamo's own default of 8 is for functions, not for training runs
@@ -120,6 +124,8 @@ def front_end(
         if state.is_full() or methods.changed():
             captures.clear()
             drop()
+        if own := torch_private.users_gradients():
+            raise CaptureError(_OWN_GRADIENTS.format(own[0]))
         settings = *torch_private.kernel_choices(device), torch_private.global_module_hooks()
         try:
             return by_variant(captures.setdefault(settings, []), args, kwargs)

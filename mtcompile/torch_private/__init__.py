@@ -82,6 +82,7 @@ from mtcompile.torch_private.kernels import (
     numerics_identity,
     probe_inductor,
     profiler_runs,
+    users_gradients,
 )
 from mtcompile.torch_private.known_values import (
     OtherValues,
@@ -222,6 +223,7 @@ __all__ = [
     "tracing_new_leaves",
     "tracing_side_actions",
     "tracing_wide_grouped_products",
+    "users_gradients",
     "will_run",
     "within_a_graphs_mode",
     "without_break_warnings",

@@ -142,6 +142,12 @@ def _users_operations() -> tuple[str, ...]:
     return tuple(f"{name} {_registered_at(*name.split('/')[1:])}" for name in users)
 
 
+def users_gradients() -> tuple[str, ...]:
+    """The operations of torch's that the user has an implementation of for autograd, which tracing goes past; each with the
+    dispatch key and the line that made it."""
+    return tuple(name for name in _users_operations() if name.split()[0].rpartition("/")[2].startswith("Autograd"))
+
+
 def _registered_at(operation: str, key: str) -> str:
     lines = torch._C._dispatch_dump(f"aten::{operation}").splitlines()
     return next((line.partition(" :: ")[0] for line in lines if line.startswith((f"{key}: ", f"{key}[alias]: "))), "")

@@ -88,6 +88,28 @@ def test_operations_of_torch_that_the_user_implements() -> None:
         leave_out()
 
 
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_gradients_of_the_user_s_for_torch_s_operations_are_refused() -> None:
+    """Tracing goes past them: other numbers, without a word."""
+    plain, x = nn.Linear(4, 4), torch.ones(2, 4)
+    model = mtcompile.compile(nn.Linear(4, 4), memory="1MiB")
+    model.load_state_dict(plain.state_dict())
+    model(x).square().sum().backward()
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("gelu", lambda x, approximate="none": x * 2, "AutogradCPU")
+        with pytest.raises(
+            mtcompile.CaptureError, match=r"found an implementation for autograd by torch\.library: aten/gelu/Aut"
+        ):
+            model(x)
+    finally:
+        library._destroy()
+    model(x).square().sum().backward()
+    for _ in range(2):
+        plain(x).square().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
 def test_the_newer_precisions_are_read() -> None:
     """Once one is set, torch refuses to tell the older ones."""
     products = torch.backends.mkldnn.matmul

@@ -357,7 +357,7 @@ def test_what_is_asked_for_wrongly_is_said_in_a_line(arguments: tuple[str, ...])
 
 
 def test_every_variable_that_is_read_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = set(re.findall(r'environ\.get\("(MT_\w+)"', Path(knobs.__file__).read_text()))
+    read = set(re.findall(r'(?:environ\.get|_number|_whole)\("(MT_\w+)"', Path(knobs.__file__).read_text()))
     monkeypatch.setenv("MT_DUMP", "/somewhere")
     monkeypatch.delenv("MT_TRACE", raising=False)
     found = knobs.listed()
