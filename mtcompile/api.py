@@ -153,11 +153,12 @@ class CompiledModule(nn.Module):
         return super().named_parameters(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._mt_model is not None and torch_private.in_foreign_capture():
-            return self._mt_uncaptured(*args, **kwargs)
-        if self._mt_model is None or torch_private.in_capture():  # while its own forward is being captured
-            return super().__call__(*args, **kwargs)
-        return self._mt_model(*args, **kwargs)
+        if self._mt_model is not None:
+            if not torch_private.in_capture():
+                return self._mt_model(*args, **kwargs)
+            if torch_private.in_foreign_capture():
+                return self._mt_uncaptured(*args, **kwargs)
+        return super().__call__(*args, **kwargs)  # also while its own forward is being captured
 
     @torch_private.never_captured
     def _mt_uncaptured(self, *args: Any, **kwargs: Any) -> Any:

@@ -124,9 +124,9 @@ def front_end(
         if state.is_full() or methods.changed():
             captures.clear()
             drop()
-        if own := torch_private.users_gradients():
-            raise CaptureError(_OWN_GRADIENTS.format(own[0]))
         settings = *torch_private.kernel_choices(device), torch_private.global_module_hooks()
+        if settings not in captures and (own := torch_private.users_gradients()):  # which the settings name
+            raise CaptureError(_OWN_GRADIENTS.format(own[0]))
         try:
             return by_variant(captures.setdefault(settings, []), args, kwargs)
         finally:

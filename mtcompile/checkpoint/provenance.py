@@ -1,4 +1,4 @@
-"""Where the weights of a training came from, which its checkpoints say."""
+"""The origin of a training's weights, as its checkpoints tell it."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _inductor_kernel(kernel: fx.GraphModule, eager: EagerKernels, device: torch.
     try:
         call = in_own_storages(kernel, compile_kernel(kernel, device))
         record_compiled(kernel)
-        difference = _difference_of_run(kernel, call, device)
+        difference = difference_of_run(kernel, call, device)
         measured = measure(kernel, call, device)
         if not difference and measured.unreleased > 0:
             difference = f"it keeps {measured.unreleased} bytes after its results are gone"
@@ -81,8 +81,8 @@ def _inductor_kernel(kernel: fx.GraphModule, eager: EagerKernels, device: torch.
         return replace(eager(kernel), why_eager=f"Inductor raised {type(error).__name__}: {first}")
 
 
-def _difference_of_run(kernel: fx.GraphModule, call: Call, device: torch.device) -> str:
-    """As ``difference_in_memory``, on inputs that are gone when this returns: two sets of operands may have no room."""
+def difference_of_run(kernel: fx.GraphModule, call: Call, device: torch.device) -> str:
+    """Says what ``difference_in_memory`` does of one run. Its inputs are gone then: two sets of operands may have no room."""
     inputs = example_inputs(kernel, device)
     with rng_preserved(str(device)), torch.no_grad():
         return difference_in_memory(kernel, inputs, call(*inputs))

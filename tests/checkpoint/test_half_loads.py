@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,12 +13,9 @@ from torch import Tensor, nn
 
 import mtcompile
 from mtcompile import checkpoint
+from tests.helpers.stopping import equal, stopped_at
 
 BATCH = torch.linspace(-1, 1, 32).view(4, 8)
-
-
-class Stopped(BaseException):
-    """An interrupt."""
 
 
 class Training:
@@ -62,44 +58,20 @@ LOADING = ("/mtcompile/", "/torch/nn/modules/module.py", "/torch/nn/modules/batc
 HELD_BACK = ("_tensors", "regular", "verify_files")  # libraries read files there, and Ctrl-C waits for them
 
 
-def stopped_at(call: Any, count: int) -> int:
-    """Calls a function, and stops it at the ``count``-th line or call of what loads. Returns how many there were till then."""
-    seen = [0]
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        if not any(part in frame.f_code.co_filename for part in LOADING) or frame.f_code.co_name in HELD_BACK:
-            return None
-        seen[0] += 1
-        if seen[0] == count:
-            sys.settrace(None)
-            raise Stopped
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    except Stopped:
-        pass
-    finally:
-        sys.settrace(None)
-        torch.set_grad_enabled(True)
-    return seen[0]
-
-
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+def loads(frame: FrameType) -> bool:
+    return any(part in frame.f_code.co_filename for part in LOADING) and frame.f_code.co_name not in HELD_BACK
 
 
 def check_every(training: Training, call: Any, tries: int, folder: Path) -> set[str]:
     """Stops a call that loads at instants all over it. Returns what was left: before, after or said."""
     outcomes = set[str]()
-    count = stopped_at(call, 0)
+    count = stopped_at(call, 0, loads)
     assert equal(training.state(), training.saved)
     for instant in sorted({*range(1, count, max(1, count // tries)), *range(max(1, count - 400), count, 40)}):
         call()
         training.step()
         before = training.state()
-        stopped_at(call, instant)
+        stopped_at(call, instant, loads)
         now = training.state()
         left = "before" if equal(now, before) else "after" if equal(now, training.saved) else "half"
         said = training.refuses(folder)
@@ -138,12 +110,12 @@ def test_load_state_dict_that_is_stopped(way: str, tmp_path: Path) -> None:
         training.optimizer.load_state_dict(copy.deepcopy(optimizer))
 
     training.saved = training.state()
-    count = stopped_at(load, 0)
+    count = stopped_at(load, 0, loads)
     for instant in range(1, count, max(1, count // 20)):
         load()
         training.step()
         before = list(nn.Module.parameters(training.model)), training.state()
-        stopped_at(lambda: training.model.load_state_dict(model), instant)
+        stopped_at(lambda: training.model.load_state_dict(model), instant, loads)
         now, said = training.state(), training.refuses(tmp_path)
         weights = len(before[0])
         whole = equal(now[:weights], before[1][:weights]) or equal(now[:weights], training.saved[:weights])

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ import mtcompile
 import mtcompile.checkpoint
 from mtcompile.optim.backward import kernels as backward_kernels
 from mtcompile.optim.wholeness import Wholeness
+from tests.helpers.stopping import equal, stopped_at
 
 BATCH = torch.linspace(-1, 1, 64).view(4, 16)
 OPTIMIZERS: dict[str, Any] = {
@@ -26,10 +25,6 @@ OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
 }
-
-
-class Stopped(BaseException):
-    """An interrupt."""
 
 
 class Training:
@@ -82,42 +77,16 @@ class Training:
         return bool(refusals)
 
 
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-def stopped_at(training: Training, count: int) -> int:
-    """Steps the optimizer, and stops it at the ``count``-th line or call of Python. Returns how many there were till then."""
-    seen = [0]
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        seen[0] += 1
-        if seen[0] == count:
-            sys.settrace(None)
-            raise Stopped
-        return trace
-
-    sys.settrace(trace)
-    try:
-        training.optimizer.step()
-    except Stopped:
-        pass
-    finally:
-        sys.settrace(None)
-        torch.set_grad_enabled(True)  # torch's own step may be left with gradients off
-    return seen[0]
-
-
 def outcomes(training: Training, every: int) -> Counter[str]:
     """Stops a step at one instant after the other. Counts what is left: before, after or said; raises for anything else."""
     training.restore()
     training.backward()
-    count, counts = stopped_at(training, 0), Counter[str]()
+    count, counts = stopped_at(training.optimizer.step, 0), Counter[str]()
     assert equal(training.weights(), training.after)
     for instant in range(1, count + 1, every):
         training.restore()
         training.backward()
-        stopped_at(training, instant)
+        stopped_at(training.optimizer.step, instant)
         now = training.weights()
         left = "before" if equal(now, training.before) else "after" if equal(now, training.after) else "half"
         said = training.refuses()
@@ -234,7 +203,7 @@ def test_the_last_checkpoint_is_named(background: bool, tmp_path: Path) -> None:
     else:
         folder = mtcompile.checkpoint.save(tmp_path, training.model, training.optimizer, step=3)
     training.backward()
-    stopped_at(training, stopped_at(training, 0) * 2 // 3)
+    stopped_at(training.optimizer.step, stopped_at(training.optimizer.step, 0) * 2 // 3)
     with pytest.raises(mtcompile.StepError, match=f"the last is {folder}"):
         training.model(BATCH)
     mtcompile.checkpoint.load(folder, training.model, training.optimizer)

@@ -35,8 +35,8 @@ from mtcompile.kernels.chains.split import (
 )
 from mtcompile.kernels.compile_pool import compile_ahead, record_compiled
 from mtcompile.kernels.eager import Built, EagerKernels, measured_kernel
-from mtcompile.kernels.inductor import compile_kernel, difference_in_memory
-from mtcompile.kernels.zeros.run import Call, example_inputs
+from mtcompile.kernels.inductor import compile_kernel, difference_of_run
+from mtcompile.kernels.zeros.run import Call
 from mtcompile.machine.system_files import driver_version
 from mtcompile.passes.lazy_graph import LazyGraphModule, forward_of
 from mtcompile.passes.step_graph import body_outputs, new_node, placeholders
@@ -98,7 +98,7 @@ class ExactKernels:
 
     @functools.cached_property
     def shown(self) -> Shown:
-        """What chains have shown here."""
+        """The results of all proofs on the device."""
         return Shown(cache.chains_key(_identity(self.device)) if self._is_cached else None)
 
     def build(self, kernels: Iterable[fx.GraphModule], eager: EagerKernels) -> dict[str, Built]:
@@ -161,7 +161,7 @@ class ExactKernels:
         why = ""
         try:
             call = self.compiled(chain)
-            why = _difference_in_memory(chain, call, self.device)
+            why = difference_of_run(chain, call, self.device)
             if not why and self.proof.drawn and (key not in self.shown.equal or knobs.check()):
                 number = first_difference(chain, call, self.device)
                 if number is not None:
@@ -196,7 +196,7 @@ class ExactKernels:
 
 
 class Shown:
-    """What chains have shown on a device, kept in the cache between runs. ``equal``: the keys of those with eager's bits on
+    """The results of proofs on a device, kept in the cache between runs. ``equal``: the keys of those with eager's bits on
     drawn operands. ``chains``: by key, those that stay eager, in words; ``operations``: by key, those that no chain holds."""
 
     def __init__(self, cached: str | None) -> None:
@@ -223,12 +223,6 @@ def _compiled(chain: fx.GraphModule, device: torch.device) -> Call:
     call = compile_kernel(chain, device, strict=True)
     record_compiled(chain, strict=True)
     return call
-
-
-def _difference_in_memory(chain: fx.GraphModule, call: Call, device: torch.device) -> str:
-    inputs = example_inputs(chain, device)
-    with torch.no_grad():
-        return difference_in_memory(chain, inputs, call(*inputs))
 
 
 def _named(node: fx.Node) -> str:

@@ -1,0 +1,44 @@
+"""Stops a call at any line of Python, as Ctrl-C could."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Stopped(BaseException):
+    """An interrupt."""
+
+
+def stopped_at(call: Callable[[], Any], count: int, is_watched: Callable[[FrameType], bool] = lambda frame: True) -> int:
+    """Calls a function, and stops it at the ``count``-th line or call of Python in frames that are watched. Returns how many
+    there were till then."""
+    seen = [0]
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if not is_watched(frame):
+            return None
+        seen[0] += 1
+        if seen[0] == count:
+            sys.settrace(None)
+            raise Stopped
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except Stopped:
+        pass
+    finally:
+        sys.settrace(None)
+        torch.set_grad_enabled(True)  # torch's own code may be left with gradients off
+    return seen[0]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
