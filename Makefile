@@ -10,20 +10,28 @@
 # make clean   remove what was built, .venv included
 #
 # PYTHON=python3.12 picks the interpreter, VENV=dir the environment, JOBS=n the test processes,
-# ARGS="--layers 8" the flags of the demo. Another torch: put its version into constraints.txt.
+# ARGS="--layers 8" the flags of the demo. TORCH=2.14.1 takes another torch, in an environment of its own.
 
 SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
 PYTHON ?= python3
 GPU_PYTHON ?= $(PYTHON)
-VENV   ?= .venv
+TORCH  ?=
+VENV   ?= .venv$(addprefix -torch-,$(TORCH))
 JOBS   ?= 2
 ARGS   ?= --compare
 
 BIN   := $(abspath $(VENV))/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check -qq
 READY := $(VENV)/.ready
+
+# constraints.txt with another torch, and a Triton of the releases that go with it, which only CUDA builds name themselves.
+TRITON_2.11 := 3.6.*
+TRITON_2.12 := 3.7.*
+TRITON_2.13 := 3.7.*
+TRITON_2.14 := 3.8.*
+PINS := $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e 's/^triton==.*/triton==$(or $(TRITON_$(basename $(TORCH))),3.*)/')
 
 # Test processes share the cores, so each computes on one thread. They read no plans of earlier runs, and keep the bytecode of the
 # tests, whatever the environment says, which each process would compile anew.
@@ -78,8 +86,9 @@ $(READY): pyproject.toml constraints.txt hashes.txt setup.py runtime/optim/updat
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if $(BIN)/python -c "import sys; sys.exit(sys.version_info < (3, 11))"; then \
 		$(PIP) install --require-hashes --no-deps --only-binary :all: -r hashes.txt; fi
-	@$(PIP) install -c constraints.txt torch setuptools wheel
-	@$(PIP) install -c constraints.txt --no-build-isolation -e ".[dev]"
+	@sed -e '' $(PINS) constraints.txt > $(VENV)/constraints.txt
+	@$(PIP) install -c $(VENV)/constraints.txt torch setuptools wheel
+	@$(PIP) install -c $(VENV)/constraints.txt --no-build-isolation -e ".[dev]"
 	@$(BIN)/python -m compileall -q mtcompile passes runtime  # else each command compiles them anew where Python writes no bytecode
 	@touch $@
 
@@ -89,7 +98,7 @@ lint: $(READY)
 types: $(READY)
 	@$(TYPES)
 
-# Only the default environment: VENV may be one that was there before.
+# Only the default environments: VENV may be one that was there before.
 clean:
-	rm -rf timeline*.html .venv build dist runtime/optim/*.so *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf timeline*.html .venv .venv-torch-* build dist runtime/optim/*.so *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,8 +1,11 @@
 """Every use of torch's private APIs, by theme, as small functions.
 
-``plain_torch`` and ``plain_strides`` let a trace take the ways of a plain run. The contract test is
-tests/capture/test_dynamo.py."""
+``plain_torch`` and ``plain_strides`` let a trace take the ways of a plain run. ``contract`` looks at a torch that the tests
+have not seen, before anything of it is used. The contract tests are tests/capture/test_dynamo.py and test_contract.py."""
 
+from mtcompile.torch_private import contract as contract  # first: it checks the version
+
+# isort: split
 from torch.utils import _pytree
 
 from mtcompile.torch_private.autograd import (

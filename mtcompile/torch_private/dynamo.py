@@ -185,6 +185,18 @@ def _refusing(owner: Any, name: str) -> None:
     setattr(owner, name, refusing)
 
 
+def replace_method(owner: Any, name: str, replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces a method of a class of Dynamo's by what ``replaced`` makes of it. Changes nothing where this torch has no such
+    class (None) or method."""
+    if (plain := getattr(owner, name, None)) is None:
+        return
+    function = functools.wraps(plain)(replaced(plain))
+    setattr(owner, name, function)
+    for entry in vars(owner).get("tp_methods", {}).values():  # by which torch 2.14 calls methods of tensors
+        if entry.handler is plain:
+            entry.handler = function
+
+
 def raised_in_capture(error: BaseException) -> bool:
     """Tells whether an exception was raised while Dynamo captured a function, and not by what it has captured."""
     from torch._dynamo import convert_frame
@@ -311,8 +323,7 @@ def _replace_assignments() -> None:
     classes = {"SetAttrBuiltinVariable": "_call_setattr", "BuiltinVariable": "call_setattr"}  # from torch 2.13 on, and before
     places = [(getattr(builtin, owner, None), name, assigning) for owner, name in classes.items()]
     for owner, name, replaced in (*places, (TensorVariable, "method_requires_grad_", calling)):
-        if (plain := getattr(owner, name, None)) is not None:
-            setattr(owner, name, functools.wraps(plain)(replaced(plain)))
+        replace_method(owner, name, replaced)
 
 
 # ---------------------------------------------------------------------------------------------------- autograd functions

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from mtcompile.errors import MtcompileError
 from mtcompile.passes.generators import rng_preserved
 from mtcompile.torch_private.autograd import storage_id
+from mtcompile.torch_private.dynamo import replace_method
 from mtcompile.torch_private.lazy_modules import Drawing
 from mtcompile.torch_private.thread_setting import ThreadSetting
 
@@ -368,5 +369,4 @@ def _replace_methods() -> None:
         utils.iter_contains = lists.iter_contains = functools.wraps(plain)(contains(plain))
     builder._wrap_fx_proxy = functools.wraps(builder._wrap_fx_proxy)(wrapping(builder._wrap_fx_proxy))
     for name, replaced in (("method_item", item), ("method_tolist", tolist), ("method___setitem__", setitem)):
-        if (plain := getattr(TensorVariable, name, None)) is not None:
-            setattr(TensorVariable, name, functools.wraps(plain)(replaced(plain)))
+        replace_method(TensorVariable, name, replaced)

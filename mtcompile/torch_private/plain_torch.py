@@ -173,13 +173,14 @@ def _replace_handlers() -> None:
 def _replace_session() -> None:
     """Keeps a capture from telling the whole process that it is compiling, as torch 2.13 does. Optimizers that step in another
     thread meanwhile, updates of the same model among them, would take another way and round otherwise."""
-    plain = getattr(torch.compiler, "_compile_session_context", None)
+    compiler: Any = torch.compiler
+    plain = getattr(compiler, "_compile_session_context", None)
     if plain is not None:
 
         def session() -> contextlib.AbstractContextManager[Any]:
             return plain() if _answers.value is None else contextlib.nullcontext()
 
-        torch.compiler._compile_session_context = session  # type: ignore[assignment]
+        compiler._compile_session_context = session
 
 
 def _replace_functions(functions: Iterable[Callable[..., Any]]) -> None:

@@ -1,14 +1,12 @@
-"""The contract of the private torch APIs in ``mtcompile.torch_private``: each is asked for exactly what we use.
+"""The contract of the private torch APIs in ``mtcompile.torch_private``: each is asked for exactly what we use. That their
+names exist is in tests/torch_private/test_contract.py.
 
 A new torch that fails here tells what moved, before any model does.
 """
 
 from __future__ import annotations
 
-import ast
 import copy
-import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from mtcompile.capture.outputs import Computed
 from mtcompile.errors import CaptureError
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.step_graph import InputSpec, OutputSpec
-from tests.project.sources import private_torch
 
 
 class Buffered(nn.Module):
@@ -126,43 +123,6 @@ def test_the_allocators_events_see_what_an_operation_makes_inside() -> None:
     with torch.profiler.profile(), torch_private.cpu_allocator_peak() as peak:
         torch.empty(16)
     assert peak.nbytes is None  # another profiler is active
-
-
-def test_names_we_call_exist() -> None:
-    """Every private name of torch that the files of ``torch_private`` import or read, and the settings they change."""
-    files = sorted(Path(torch_private.__file__).parent.glob("*.py"))
-    assert len(files) >= 8
-    names = {name for file in files for name, _ in private_torch(ast.parse(file.read_text()))}
-    assert {
-        "torch._guards.detect_fake_mode",
-        "torch._C._autograd._get_current_graph_task_keep_graph",
-        "torch._C._storage_Use_Count",
-        "torch._C._autograd._profiler_enabled",
-        "torch._dynamo.config",
-        "torch._functorch.config",
-        "torch._functorch.aot_autograd.aot_export_joint_with_descriptors",
-        "torch._functorch._aot_autograd.autograd_cache.autograd_cache_key",
-    } <= names
-    newest_only = {"torch.compiler._compile_session_context"}  # replaced where torch has it
-    for name in names - newest_only:
-        parent, _, last = name.rpartition(".")
-        assert hasattr(resolved(parent), last) or resolved(name), name
-    for setting in (
-        *("specialize_float", "automatic_dynamic_shapes", "skip_nnmodule_hook_guards", "ignore_logging_functions"),
-        *("recompile_limit", "accumulated_recompile_limit", "use_numpy_random_stream", "enable_dynamo_decompositions"),
-    ):
-        assert hasattr(torch._dynamo.config, setting)
-    for setting in ("fake_tensor_prefer_device_type", "backward_pass_autocast"):
-        assert hasattr(torch._functorch.config, setting)
-
-
-def resolved(name: str) -> Any:
-    """The module or attribute of that dotted name."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        parent, _, last = name.rpartition(".")
-        return getattr(resolved(parent), last)
 
 
 def test_an_error_of_dynamos_tells_its_cause() -> None:

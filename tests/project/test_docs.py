@@ -24,6 +24,7 @@ from mtcompile import checkpoint
 from mtcompile.cli.app import app
 from mtcompile.models.decoders import SHAPES
 from mtcompile.passes import PIPELINE, pipeline
+from mtcompile.torch_private import contract
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -182,11 +183,13 @@ def test_the_contributing_page_has_every_folder() -> None:
 
 def test_the_versions_page_is_that_of_the_package() -> None:
     package, page = (ROOT / "pyproject.toml").read_text(), (DOCS / "versions.md").read_text()
-    bounds = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', package)
-    assert bounds is not None
-    minors = [f"2.{minor}" for minor in range(int(bounds[1]), int(bounds[2]))]
+    assert f'"torch>={contract.OLDEST[0]}.{contract.OLDEST[1]}",' in package
+    minors = [f"2.{minor}" for minor in range(contract.OLDEST[1], contract.NEWEST[1] + 1)]
     assert f"PyTorch {', '.join(minors[:-1])} and {minors[-1]}" in page
     assert f"PyTorch {minors[0]} to {minors[-1]}" in (ROOT / "README.md").read_text()
+    tritons = dict(re.findall(r"^TRITON_([\d.]+) := ([\d.]+)\.\*$", (ROOT / "Makefile").read_text(), re.M))
+    assert list(tritons) == minors
+    assert f"Triton {', '.join(list(tritons.values())[:-1])} and {tritons[minors[-1]]}" in " ".join(page.split())
     extras = set(
         re.findall(r"^(\w+) = \[", package.partition("[project.optional-dependencies]")[2].partition("[project.")[0], re.M)
     )

@@ -20,6 +20,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
 from mtcompile.errors import CaptureError
+from mtcompile.torch_private.dynamo import replace_method
 from mtcompile.torch_private.thread_setting import ThreadSetting
 
 STEPS_WITHIN = (
@@ -36,7 +37,7 @@ def tracing_side_actions() -> Iterator[None]:
     from torch._dynamo import config
 
     _replace_variables()
-    gradients = config.patch(trace_autograd_ops=True) if _traces_gradients() else contextlib.nullcontext()
+    gradients = config.patch({"trace_autograd_ops": True}) if _traces_gradients() else contextlib.nullcontext()
     with gradients, _traces.during(True):
         yield
 
@@ -81,23 +82,23 @@ def _replace_variables() -> None:
     def leaving(plain: Callable[..., Any], leaves: Callable[[Any], bool] = lambda tx: True) -> Callable[..., Any]:
         def to_python(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
             left = _traces.value and _traces_gradients() and leaves(tx)
-            with config.patch(trace_autograd_ops=False) if left else contextlib.nullcontext():
+            with config.patch({"trace_autograd_ops": False}) if left else contextlib.nullcontext():
                 return plain(variable, tx, *args, **kwargs)
 
         return to_python
 
     def refusing(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def var_getattr(optimizer: Any, tx: Any, name: str) -> Any:
+        def attribute(optimizer: Any, tx: Any, name: str) -> Any:
             if _traces.value and name == "step":
                 raise CaptureError(STEPS_WITHIN)
             return plain(optimizer, tx, name)
 
-        return var_getattr
+        return attribute
 
-    places = ((VariableBuilder, "_wrap", wrapping), (OptimizerVariable, "var_getattr", refusing))
-    for owner, name, replaced in (*places, (TensorVariable, "method_backward", leaving)):
-        if (plain := getattr(owner, name, None)) is not None:
-            setattr(owner, name, functools.wraps(plain)(replaced(plain)))
+    attributes = [(OptimizerVariable, name, refusing) for name in ("var_getattr", "tp_getattro_impl")]  # torch 2.14: the latter
+    places = ((VariableBuilder, "_wrap", wrapping), (TensorVariable, "method_backward", leaving), *attributes)
+    for owner, name, replaced in places:
+        replace_method(owner, name, replaced)
     handlers = TorchInGraphFunctionVariable._get_handlers()
     if (handler := handlers.get(torch.autograd.grad)) is not None:
         handlers[torch.autograd.grad] = leaving(handler, _has_carried_graphs)
