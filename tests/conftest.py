@@ -55,6 +55,14 @@ def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture(scope="session", autouse=True)
+def forks_run_backwards() -> None:
+    """Starts autograd's engine while there is no GPU. Later, builds of torch for CUDA take a fake tensor's for one: the engine
+    would start a thread for it, and after that no fork may run a backward, as the ranks of tests/ranks do."""
+    if not torch.cuda.is_available():
+        torch.ones((), requires_grad=True).backward()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def quick_captures() -> None:
     """Lets Dynamo neither time its guards, for which it empties the processor's caches, nor look whether sources changed, nor
     collect garbage each time, nor write down graphs and guards for a log, which it does while that has handlers."""

@@ -307,8 +307,8 @@ def _refused_change(description: Description) -> str | None:
     """Says why torch could not trace a graph, if the reason is a change of its inputs that no graph can make; else None."""
     nodes = description.graph.graph
     inputs = list(nodes.find_nodes(op="placeholder"))
-    for node in nodes.find_nodes(op="call_function", target=torch.Tensor.set_):
-        if node.args[0] in inputs:
+    for node in nodes.nodes:
+        if torch_private.gives_memory(node) and node.args[0] in inputs:
             spec = description.inputs[inputs.index(node.args[0])]
             return (
                 f"forward gives {_described(spec)} other memory (.data = ...){place_of([node, *node.all_input_nodes[1:]])}\n"

@@ -28,7 +28,7 @@ from mtcompile.execution.model_door import ModelDoor
 from mtcompile.execution.plain.calls import GradientFreeCalls
 from mtcompile.execution.plain.sizes import CallSize, size_of_call, tensors_in
 from mtcompile.execution.plain.steps import PlainSteps, may_be_plain
-from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, NotCompared, Program
+from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, NotCompared, Program, refuse_tangents
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import free_nbytes, peak_reserved_nbytes, reservable_nbytes
 from mtcompile.options import Options
@@ -177,6 +177,7 @@ class CompiledModel:
     def _run(self, args: Any, kwargs: Any) -> Any:
         if (model := self.door.model()) is not None:
             self._surroundings.check_call(model.parameters(), torch.is_grad_enabled())
+            refuse_tangents(itertools.chain(tensors_in((args, kwargs)), model.parameters()))  # torch 2.14 captures no such call
         trains = torch.is_grad_enabled()
         if trains and (count := self._count(args, kwargs)) > 1:
             return self._in_equal_micro_batches(args, kwargs, count)

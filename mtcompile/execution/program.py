@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,6 +57,15 @@ class Collector:
     parts: dict[Program, CompiledStep] = field(default_factory=dict)
 
 
+def refuse_tangents(tensors: Iterable[torch.Tensor]) -> None:
+    """Raises StepError if a tensor carries a tangent."""
+    if torch_private.has_tangent(tensors):
+        raise StepError(
+            "the call gets a dual tensor of forward-mode differentiation (torch.autograd.forward_ad); a plan has only a "
+            "forward and a backward. Use torch.func.jvp, which runs the plain forward"
+        )
+
+
 class Program:
     """A captured graph, called with its flat inputs; returns its flat outputs.
 
@@ -98,11 +107,7 @@ class Program:
     def __call__(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
         if self.collector.batch is not None and self.micro is None:
             return self._collect(self.collector.batch, inputs)
-        if torch_private.has_tangent(inputs):
-            raise StepError(
-                "the call gets a dual tensor of forward-mode differentiation (torch.autograd.forward_ad); a plan has only a "
-                "forward and a backward. Use torch.func.jvp, which runs the plain forward"
-            )
+        refuse_tangents(inputs)
         for spec, tensor in zip(self.description.inputs, inputs, strict=True):
             if spec.role == "param":
                 self.session.parameters.restore(spec.name, tensor)  # type: ignore[arg-type]

@@ -217,6 +217,11 @@ def is_graph_break(error: BaseException) -> bool:
     return isinstance(error, (Unsupported, UserError, GuardOnDataDependentSymNode))
 
 
+def gives_memory(node: fx.Node) -> bool:
+    """Tells whether a node of Dynamo's graphs gives its first operand the memory of another tensor: ``.data = other``."""
+    return node.target in (torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", None))  # the latter in torch 2.14
+
+
 def break_after(graph: fx.GraphModule) -> tuple[str, str]:
     """Returns why a graph of Dynamo's ends before its function does, and a report of the line; empty texts if it does not."""
     reason = getattr(graph, "compile_subgraph_reason", None)
