@@ -77,7 +77,7 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 def fills_storage(tensor: torch.Tensor) -> bool:
     """Tells whether a tensor's elements begin and end where its storage does."""
-    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == span_nbytes(tensor)
+    return bool(tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == span_nbytes(tensor))
 
 
 def span_nbytes(tensor: torch.Tensor) -> int:

@@ -169,7 +169,7 @@ class CudaMemory(CpuMemory):
     def _poison(self, tensor: torch.Tensor, tier: Tier, whole: bool) -> None:
         if tier == "host":  # a copy that was issued may still have to read it, and no stream orders what the host writes
             return
-        before = tensor.storage_offset() * tensor.element_size() if whole else 0
+        before = int(tensor.storage_offset()) * tensor.element_size() if whole else 0
         nbytes = tensor.untyped_storage().nbytes() if whole else span_nbytes(tensor)
         self.api.fill(bytes_of(tensor, -before, nbytes), POISON)
 
