@@ -120,7 +120,7 @@ def kernel_choices(device: torch.device) -> tuple[Any, ...]:
     backends = (sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled(), sdp.cudnn_sdp_enabled())
     libraries = torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled, torch.backends.mha.get_fastpath_enabled()
     sums = sdp.fp16_bf16_reduction_math_sdp_allowed(), einsum.enabled, einsum.strategy
-    return backends, tuple(torch._C._get_sdp_priority_order()), *libraries, *sums, _precisions(), users_operations()
+    return backends, tuple(torch._C._get_sdp_priority_order()), *libraries, *sums, _precisions(), _users_operations()
 
 
 def _precisions() -> tuple[str, ...]:
@@ -132,20 +132,31 @@ def _precisions() -> tuple[str, ...]:
     return tuple(str(read(backend, operation)) for backend, operation in _PRECISIONS)
 
 
-def users_operations() -> tuple[str, ...]:
+def _users_operations() -> tuple[str, ...]:
     """The operations of torch's that ``torch.library`` has implementations of for what models run on, with the lines that made
     the libraries: implementations by two libraries that one line made are not told apart."""
     if len(torch.library._impls) == len(_TORCHS_OWN):  # names are added by those who implement, and taken away by them alone
         return ()
-    names = torch.library._impls - _TORCHS_OWN
-    users = sorted(name for name in names if name.startswith("aten/") and not name.endswith("/Meta"))
-    return tuple(f"{name} {_registered_at(*name.split('/')[1:])}" for name in users)
+    if torch.library._impls != _seen.names:
+        _seen.names = frozenset(torch.library._impls)
+        _seen.users = sorted(n for n in _seen.names - _TORCHS_OWN if n.startswith("aten/") and not n.endswith("/Meta"))
+    return tuple(f"{name} {_registered_at(*name.split('/')[1:])}" for name in _seen.users)
+
+
+class _Seen(threading.local):
+    """The names that were there when this thread looked last, which takes long, and those of the user's operations."""
+
+    names: frozenset[str] = frozenset()
+    users: Sequence[str] = ()
+
+
+_seen = _Seen()
 
 
 def users_gradients() -> tuple[str, ...]:
     """The operations of torch's that the user has an implementation of for autograd, which tracing goes past; each with the
     dispatch key and the line that made it."""
-    return tuple(name for name in users_operations() if name.split()[0].rpartition("/")[2].startswith("Autograd"))
+    return tuple(name for name in _users_operations() if name.split()[0].rpartition("/")[2].startswith("Autograd"))
 
 
 def _registered_at(operation: str, key: str) -> str:

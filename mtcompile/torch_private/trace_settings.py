@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from mtcompile.torch_private.kernels import kernel_choices, users_operations
+from mtcompile.torch_private.kernels import kernel_choices
 
 _NAMESPACES = ("aten", "prims", "mtcompile")
 _OPERATORS = set(dir(torch._C._VariableFunctions))  # those that ``torch`` has as functions
@@ -32,12 +32,12 @@ _TORCHS_FUNCTIONS, _TENSORS_NAMES = _functions(), frozenset(vars(torch.Tensor)) 
 def kernel_settings(device: torch.device) -> tuple[Any, ...] | None:
     """The settings that choose the kernels of operations on ``device``, and how these compute; None where the user has
     implemented one of torch's operations, or something listens to all operations of this thread."""
-    listened = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
-    if users_operations() or listened:
+    *choices, users = kernel_choices(device)
+    if users or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None
     cudnn, matmul, cuda = torch.backends.cudnn, torch.backends.cuda.matmul, torch.backends.cuda
     return (
-        kernel_choices(device),
+        *choices,
         torch.get_num_threads(),
         torch.backends.cpu.get_cpu_capability(),
         torch.are_deterministic_algorithms_enabled(),
