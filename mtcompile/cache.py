@@ -1,6 +1,6 @@
-"""The cache on disk between runs: joint graphs, so that nothing is traced again; plans and the candidates they were chosen
-from, so that nothing is searched again, whatever the budget; this machine's speeds and the times of its kernels, so that
-nothing is measured again.
+"""What is remembered, so that it is made once. The cache on disk keeps between runs: joint graphs, so that nothing is traced
+again; plans and the candidates they were chosen from, so that nothing is searched again, whatever the budget; this machine's
+speeds and the times of its kernels, so that nothing is measured again. This process remembers the joint graphs of all models.
 
 The cache holds text, never code. A file is read only if this user wrote it and nobody else can write it; its first line is a
 digest of its key and content, and any doubt is a miss. A plan is a list of decisions: a plan from the cache is rewritten,
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from math import inf
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from torch import fx
 
 from mtcompile.cached import files
+from mtcompile.cached.remembered import Remembered
 from mtcompile.passes.analysis.memory import workspace_nbytes
 from mtcompile.passes.analysis.state import is_trained
 from mtcompile.passes.graph_json import GraphFormatError, graph_from_json, graph_to_json
@@ -38,10 +40,34 @@ Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> operation ->
 # What compiled chains have shown: those that are equal to eager, the operations and the chains that differ, with their names.
 Chains = tuple[set[str], dict[str, str], dict[str, str]]
 
+_joints = Remembered[bytes](64 << 20, len)  # compressed; one of a thousand nodes has 30 kB
+
 
 def read_joint(key: str | None) -> fx.GraphModule | None:
     """Reads a normalized joint graph; ``key`` comes from capture.joint_key. None if there is none or it cannot be read."""
-    text = files.read("joints", key and _digest(key))
+    return _joint_from(files.read("joints", key and _digest(key)))
+
+
+def write_joint(key: str | None, joint: fx.GraphModule) -> None:
+    """Writes a joint graph, unless it holds constant tensors or something that JSON cannot say."""
+    if key is not None and not joint.meta["constants"] and (text := _text_of(joint)):
+        files.write("joints", _digest(key), text)
+
+
+def recalled_joint(key: str | None) -> fx.GraphModule | None:
+    """Returns a copy of a normalized joint graph that this process has traced; ``key`` comes from capture.program_key."""
+    packed = _joints.get(key)
+    return None if packed is None else _joint_from(zlib.decompress(packed).decode())
+
+
+def remember_joint(key: str | None, joint: fx.GraphModule) -> None:
+    """Lets this process remember a joint graph, as text, unless it holds large constant tensors or something that JSON cannot
+    say."""
+    if key is not None and (text := _text_of(joint)):
+        _joints.put(key, zlib.compress(text.encode(), 1))
+
+
+def _joint_from(text: str | None) -> fx.GraphModule | None:
     if text and '"mtcompile.' in text:
         stand_ins()  # which define operators
     try:
@@ -50,12 +76,10 @@ def read_joint(key: str | None) -> fx.GraphModule | None:
         return None
 
 
-def write_joint(key: str | None, joint: fx.GraphModule) -> None:
-    """Writes a joint graph, unless it holds constant tensors or something that JSON cannot say."""
-    if key is None or joint.meta["constants"]:
-        return
+def _text_of(joint: fx.GraphModule) -> str:
     with contextlib.suppress(GraphFormatError):
-        files.write("joints", _digest(key), graph_to_json(joint))
+        return graph_to_json(joint, whole=True)
+    return ""
 
 
 def plan_key(problem: PlanningProblem, *constraints: Any) -> str | None:

@@ -17,11 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from mtcompile import cache, knobs, progress, torch_private
 from mtcompile.capture.description import Description
 from mtcompile.capture.joint import Tangents, compare_with_whole, joint_graph, joint_key
+from mtcompile.capture.program_key import program_key
 from mtcompile.capture.refusals import in_micro_batches
 from mtcompile.errors import BudgetError, CaptureError, PassError
 from mtcompile.execution.calibration import known_machine, warn_not_pinned
@@ -153,22 +155,38 @@ def built_step(best: PlannedStep, tangents: Tangents, target: Target, placement:
 
 
 def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
-    """Returns the normalized joint graph of one micro-batch. It is cached between runs only if Inductor compiles: the key
-    needs parts of Inductor, which are then loaded anyway."""
+    """Returns the normalized joint graph of one micro-batch."""
     description = captured.description
     if captured.micro is not None:
         description = replace(description, inputs=description.inputs[: captured.micro.inputs])
-    key = joint_key(description, captured.tangents) if target.toolchain.compiling and knobs.cache() else None
-    joint = cache.read_joint(key)
+    joint = _traced(description, captured, target.device.where, target.toolchain.compiling is not None)
+    if captured.micro is not None and (whole := captured.whole) is not None:
+        pattern = None if captured.tangents is None else tuple(map(bool, captured.tangents))
+        of_whole = replace(captured, description=whole, tangents=pattern)
+        compare_with_whole(joint, captured.micro, description, whole, lambda: _traced(whole, of_whole, None))
+    return joint
+
+
+def _traced(
+    description: Description, captured: CapturedStep, where: torch.device | None, on_disk: bool = False
+) -> fx.GraphModule:
+    """Returns the normalized joint graph of a description: that of an equal one which this process has traced, or an earlier
+    one. ``where``: the device whose kernels make its strides; None: torch's are believed. ``on_disk``: whether earlier
+    processes count. The key for that needs parts of Inductor, which are loaded anyway where it compiles."""
+    tangents = captured.tangents
+    key = program_key(description, tangents, str(where)) if knobs.cache() else None
+    if (joint := cache.recalled_joint(key)) is not None:
+        return joint
+    key_on_disk = joint_key(description, tangents, captured.micro is not None) if on_disk and knobs.cache() else None
+    joint = cache.read_joint(key_on_disk)
     if joint is None:
         try:
-            observe = strides_on(target.device.where)
-            joint = normalize(joint_graph(description, captured.tangents, observe), observe)
+            observe = None if where is None else strides_on(where)
+            joint = normalize(joint_graph(description, tangents, observe), observe)
         except NotImplementedError as error:
             raise CaptureError(f"the model uses {error}; expected ATen operations only") from None
-        cache.write_joint(key, joint)
-    if captured.micro is not None and captured.whole is not None:
-        compare_with_whole(joint, captured.micro, description, captured.whole, captured.tangents)
+        cache.write_joint(key_on_disk, joint)
+    cache.remember_joint(key, joint)
     return joint
 
 

@@ -49,6 +49,8 @@ _NAMESPACES = ("aten", "prims", "mtcompile")
 _OPENS_FILES = "filename"  # a parameter of operators that open a file: aten.from_file
 _META = ("phase", "block", "role", "tier", "nbytes", "name", "key", "rng_state", "rng_device", "early")
 _META += ("seq_nr", "module_path", "starts_block")  # what says which block a call is in
+_MOST_OF_CONSTANT = 64  # elements
+_DTYPES_OF_CONSTANTS = (torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,9 +63,14 @@ class GraphFormatError(ValueError):
     """Raised for text that is not a graph of this format, and for a graph that the format has no words for."""
 
 
-def graph_to_json(graph: fx.GraphModule) -> str:
-    """A joint graph, a kernel's body, or a step graph with its kernels, as text. Raises GraphFormatError."""
-    return json.dumps(_graph(graph))
+def graph_to_json(graph: fx.GraphModule, whole: bool = False) -> str:
+    """A joint graph, a kernel's body, or a step graph with its kernels, as text. ``whole``: with the user's lines that each
+    node was traced from, and with its constants, which must be small. Raises GraphFormatError."""
+    data = _graph(graph)
+    if whole:
+        data["places"] = [node.meta.get("stack_trace") for node in graph.graph.nodes]
+        data["constants"] = {name: _constant(value) for name, value in graph.meta.get("constants", {}).items()}
+    return json.dumps(data)
 
 
 def graph_from_json(text: str) -> fx.GraphModule:
@@ -156,6 +163,13 @@ def _value(val: Any) -> Any:
     return {"scalar": val if isinstance(val, (bool, int, float, type(None))) else None}
 
 
+def _constant(value: torch.Tensor) -> list[Any]:
+    plain = type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided
+    if not plain or not value.is_contiguous() or value.numel() > _MOST_OF_CONSTANT or value.dtype not in _DTYPES_OF_CONSTANTS:
+        raise GraphFormatError("expected only small constants")
+    return [str(value.dtype).removeprefix("torch."), list(value.shape), value.reshape(-1).tolist()]
+
+
 # --------------------------------------------------------------------------------------------------------------- reading
 
 
@@ -186,6 +200,9 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
                 tensors[about] = _tensors(row["meta"]["val"])
             node.meta["val"] = tensors[about]
         env[row["name"]] = node
+    for node, place in zip(graph.nodes, data.get("places", ())):
+        if place is not None:
+            node.meta["stack_trace"] = str(place)
     module = LazyGraphModule(owner, graph, class_name=_identifier(data["name"] or "Step"))
     if data["step"]["inputs"]:
         module.meta.update(
@@ -201,7 +218,7 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
             rows={name: _rows(row) for name, row in data["step"].get("rows", {}).items()},
             ranks=data["step"].get("ranks", 1),
             hosts=data["step"].get("hosts", 1),
-            constants={},
+            constants={name: _tensor(*content) for name, content in data.get("constants", {}).items()},
             kernels={kernel.meta["key"]: kernel for _, kernel in module.named_children()},
             memo={},
         )
@@ -262,6 +279,11 @@ def _decoded(value: Any, env: Mapping[str, fx.Node]) -> Any:
     if not isinstance(member, _ENUMERATIONS[kind]):
         raise GraphFormatError(f"expected a {kind}, found {content!r}")
     return member
+
+
+def _tensor(dtype: str, shape: list[int], values: list[Any]) -> torch.Tensor:
+    (kind,) = (kind for kind in _DTYPES_OF_CONSTANTS if str(kind) == f"torch.{dtype}")
+    return torch.tensor(values, dtype=kind, device="cpu").reshape(shape)
 
 
 def _tensors(value: Any) -> Any:

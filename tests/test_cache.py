@@ -122,7 +122,7 @@ class Scaled(torch.nn.Module):
 @pytest.mark.parametrize("generates", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_what_is_remembered_is_not_traced_again(generates: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is traced does not depend on whether Inductor generates code for it, or its graphs run as they are."""
-    monkeypatch.setenv("MT_CACHE", str(tmp_path))
+    monkeypatch.setenv("MT_CACHE", str(tmp_path / "first"))
     if not generates:
         monkeypatch.setattr(inductor, "compile_ahead", lambda kernels: iter(()))
         monkeypatch.setattr(inductor, "record_compiled", lambda kernel: None)
@@ -150,6 +150,8 @@ def test_what_is_remembered_is_not_traced_again(generates: bool, monkeypatch: py
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     first = loss_of(2.0, x)
     assert len(traced) == 1
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    monkeypatch.setenv("MT_CACHE", str(tmp_path / "second"))  # of which this process remembers nothing
     again = loss_of(2.0, x)
     assert len(traced) == 1
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.generators import rng_preserved
 from mtcompile.passes.joint.batch.compared import Rows, compared
 from mtcompile.passes.joint.batch.joining import Micro, check_whole, rows_of
-from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.joint.strides import Observe
 from mtcompile.passes.step_graph import InputSpec, OutputSpec, is_random
 from mtcompile.runtime.devices.arena import fills_storage, overlaps, span_nbytes
@@ -78,22 +77,25 @@ def _traced_whole(description: Description, tangents: Tangents, observe: Observe
     return _annotate(joint, description)
 
 
-def compare_with_whole(joint: fx.GraphModule, micro: Micro, one: Description, whole: Description, tangents: Tangents) -> None:
+def compare_with_whole(
+    joint: fx.GraphModule, micro: Micro, one: Description, whole: Description, trace_whole: Callable[[], fx.GraphModule]
+) -> None:
     """Notes in ``joint``, of one micro-batch, which of its numbers depend on how many rows there are: those that differ in the
     graph of the whole batch. Raises CaptureError where the forward, or how its results are made of rows, differs in another
     way."""
-    pattern = None if tangents is None else tuple(bool(each) for each in tangents)
     with in_micro_batches(micro):
         joint.meta["numbers"] = compared(one.graph, whole.graph, Rows(rows_of(joint, micro), micro.count))
-        joint_of_whole = normalize(joint_graph(whole, pattern), None)
+        joint_of_whole = trace_whole()
         joint_of_whole.meta["numbers"] = joint.meta["numbers"].of_whole()
         check_whole(joint, joint_of_whole, micro)
 
 
-def joint_key(description: Description, tangents: Tangents) -> str | None:
-    """A text that is equal for two programs only if ``joint_graph`` gives the same graph for both. None where torch can promise
-    no key of what it would trace."""
-    modules = [str(list((n.meta.get("nn_module_stack") or {}).values())) for n in description.graph.graph.nodes]
+def joint_key(description: Description, tangents: Tangents, with_places: bool = False) -> str | None:
+    """A text that is equal for two programs only if ``joint_graph`` gives the same graph for both. ``with_places``: and of the
+    same lines of the user's. None where torch can promise no key of what it would trace."""
+    nodes = description.graph.graph.nodes
+    modules = [str(list((n.meta.get("nn_module_stack") or {}).values())) for n in nodes]
+    modules += [str(n.meta.get("stack_trace")) for n in nodes if with_places]
     try:
         with _tracing(description, tangents) as (_, graph, fakes):
             traced = torch_private.joint_trace_key(graph, fakes)

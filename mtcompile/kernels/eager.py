@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from mtcompile.cached.remembered import Remembered
 from mtcompile.kernels.measure import (
     Alone,
+    Measured,
     alike,
     allocating,
     composed,
     copied,
     measure,
     measured_alone,
+    setting_key,
 )
 from mtcompile.kernels.zeros.run import Call, example_inputs, on_zeros
 from mtcompile.passes.analysis.memory import workspace_nbytes
@@ -43,8 +46,8 @@ class Built:
 
 class EagerKernels:
     """Makes kernels that run a body operation by operation and drop each intermediate after its last use. Measures each kernel
-    that is made once per thread count; of those that are only planned with, most have operations in common: it measures each
-    of these once. ``device``: where they run."""
+    that is made once in a process, per thread count and setting; of those that are only planned with, most have operations in
+    common: it measures each of these once. ``device``: where they run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -98,6 +101,9 @@ class EagerKernels:
         return lambda: example_inputs(kernel, self.device)
 
 
+_kernels = Remembered[Measured](10_000)
+
+
 def _key(kernel: fx.GraphModule) -> tuple[str, int]:
     """Returns what a kernel's bytes depend on: its body, and the threads that run it."""
     return kernel.meta["key"], torch.get_num_threads()
@@ -112,17 +118,31 @@ def in_own_storages(kernel: fx.GraphModule, call: Call) -> Call:
 
 
 def _eager_kernel(kernel: fx.GraphModule, device: torch.device) -> Built:
-    return measured_kernel(kernel, kernel, device)
+    """Returns a kernel, measured once in a process."""
+    key = setting_key(device, kernel.graph.nodes, kernel.meta["key"])
+    if (measured := _kernels.get(key)) is None:
+        measured = _measured(kernel, kernel, device)
+        _kernels.put(None if measured.estimated else key, measured)
+    return _built(kernel, kernel, measured)
 
 
 def measured_kernel(kernel: fx.GraphModule, body: fx.GraphModule, device: torch.device) -> Built:
     """Returns a kernel that runs ``body``, which computes what its own body does, measured."""
+    return _built(kernel, body, _measured(kernel, body, device))
+
+
+def _measured(kernel: fx.GraphModule, body: fx.GraphModule, device: torch.device) -> Measured:
     zeros = in_own_storages(kernel, on_zeros(body, device))
-    call = in_own_storages(kernel, forward_of(body))
     measured = measure(kernel, zeros, device)
-    if not measured.foreign:
-        return Built(call, measured.workspace, note=measured.note)
-    return Built(_copying(call, measured.foreign), measure(kernel, _copying(zeros, measured.foreign), device).workspace)
+    if measured.foreign:
+        with_copies = measure(kernel, _copying(zeros, measured.foreign), device)
+        return replace(measured, workspace=with_copies.workspace, note="", estimated=with_copies.estimated)
+    return measured
+
+
+def _built(kernel: fx.GraphModule, body: fx.GraphModule, measured: Measured) -> Built:
+    call = in_own_storages(kernel, forward_of(body))
+    return Built(_copying(call, measured.foreign) if measured.foreign else call, measured.workspace, note=measured.note)
 
 
 def _copying(call: Call, positions: Sequence[int]) -> Call:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from mtcompile import torch_private
+from mtcompile.cached.remembered import Remembered
 from mtcompile.capture.refusals import first_line
 from mtcompile.errors import CaptureError, device_ended, ends_device
 from mtcompile.kernels.zeros.bounds import around_nbytes, scratch_nbytes, value_dependent_nbytes
@@ -47,12 +50,13 @@ class Measured:
     """Measurements of one run of a kernel. ``workspace``: bytes of device memory allocated beside results. ``foreign``: the
     positions of results that hold more bytes than declared, or share memory with an operand or an earlier result.
     ``unreleased``: bytes still held after the results are gone. ``note``: why it was not measured in one piece, for a reader;
-    else empty."""
+    else empty. ``estimated``: it could not be measured now."""
 
     workspace: int
     foreign: tuple[int, ...] = ()
     unreleased: int = 0
     note: str = ""
+    estimated: bool = False
 
 
 def measure(kernel: fx.GraphModule, call: Call, device: torch.device) -> Measured:
@@ -75,14 +79,15 @@ def measure(kernel: fx.GraphModule, call: Call, device: torch.device) -> Measure
     except Exception as error:
         if ends_device(error):
             raise device_ended(f"kernel {kernel.meta.get('name', '')}, while it was measured", first_line(error)) from error
-        return Measured(workspace_nbytes(kernel) + scratch_nbytes(kernel) + value_dependent_nbytes(kernel))
+        by_shapes = workspace_nbytes(kernel) + scratch_nbytes(kernel) + value_dependent_nbytes(kernel)
+        return Measured(by_shapes, estimated=True)
     if not has_room:
         return _by_operation(kernel, device)
     seeds = {i for i, node in enumerate(body_outputs(kernel)) if is_seed(node)}
     larger = {i for i, (one, other) in enumerate(zip(actual, declared, strict=True)) if one > other}
     foreign = tuple(sorted(larger | (shared - seeds)))
     if peak.nbytes is None:
-        return Measured(workspace_nbytes(kernel), foreign)
+        return Measured(workspace_nbytes(kernel), foreign, estimated=True)
     return Measured(aligned(max(0, peak.nbytes - output_nbytes(kernel))) + value_dependent_nbytes(kernel), foreign, peak.kept)
 
 
@@ -107,18 +112,22 @@ def _by_operation(kernel: fx.GraphModule, device: torch.device) -> Measured:
     alone = {node: measured_alone(node, device, known) for node in allocating(kernel)}
     most = max((each.parts for each in known.values()), default=1)
     note = "operation by operation" + (f", some of them at 1/{most} of their rows, scaled" if most > 1 else "")
-    return Measured(composed(kernel, alone), note=note)
+    return Measured(composed(kernel, alone), note=note, estimated=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
     """Measurements of one operation. ``scratch``: the bytes that it allocates beside its results, scaled from one of ``parts``
     into which its rows were divided. ``as_declared``: False if its results hold more bytes than declared, or if nothing could
-    be measured as another profiler is active."""
+    be measured as another profiler is active. ``estimated``: it could not be measured whole now."""
 
     scratch: int
     parts: int = 1
     as_declared: bool = True
+    estimated: bool = False
+
+
+_operations = Remembered[Alone](100_000)
 
 
 def composed(kernel: fx.GraphModule, alone: Mapping[fx.Node, Alone]) -> int:
@@ -136,10 +145,24 @@ def allocating(kernel: fx.GraphModule) -> list[fx.Node]:
 
 
 def measured_alone(node: fx.Node, device: torch.device, known: dict[str, Alone]) -> Alone:
-    """Measures an operation once on operands of these layouts. ``known``: what was measured."""
+    """Measures an operation on operands of these layouts, once in a process. ``known``: what a model's plans have asked for."""
     if (key := alike(node)) not in known:
-        known[key] = _alone(node, device)
+        remembered = setting_key(device, [node], key)
+        if (alone := _operations.get(remembered)) is None:
+            alone = _alone(node, device)
+            _operations.put(None if alone.estimated else remembered, alone)
+        known[key] = alone
     return known[key]
+
+
+def setting_key(device: torch.device, nodes: Iterable[fx.Node], about: str) -> Hashable:
+    """Returns a key of what operations allocate on a device under the present settings. ``about``: the text that tells these
+    operations from others. None where they are a user's, or where the user has implemented some of torch's."""
+    targets = {node.target for node in nodes if node.op == "call_function"}
+    settings = torch_private.kernel_settings(device)
+    if settings is None or None in map(torch_private.name_of_function, targets):
+        return None
+    return str(device), settings, hashlib.sha256(about.encode()).digest()
 
 
 def alike(node: fx.Node) -> str:
@@ -174,8 +197,9 @@ def _alone(node: fx.Node, device: torch.device) -> Alone:
                 results_nbytes = sum(aligned(tensor.untyped_storage().nbytes()) for tensor in tensors)
                 del results, tensors
             if peak.nbytes is None:
-                return Alone(around_nbytes(node), as_declared=False)
-            return Alone(parts * max(0, peak.nbytes - results_nbytes), parts, parts > 1 or results_nbytes <= made_nbytes(node))
+                return Alone(around_nbytes(node), as_declared=False, estimated=True)
+            as_declared = parts > 1 or results_nbytes <= made_nbytes(node)
+            return Alone(parts * max(0, peak.nbytes - results_nbytes), parts, as_declared, estimated=parts > 1)
         except torch.OutOfMemoryError:
             continue
         except CaptureError:
@@ -184,7 +208,7 @@ def _alone(node: fx.Node, device: torch.device) -> Alone:
             if ends_device(error):
                 raise device_ended(f"{operation_name(node)}, while it was measured", first_line(error)) from error
             break
-    return Alone(around_nbytes(node))
+    return Alone(around_nbytes(node), estimated=True)
 
 
 def strides_on(device: torch.device) -> Observe:

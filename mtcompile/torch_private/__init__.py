@@ -47,6 +47,7 @@ from mtcompile.torch_private.autograd import (
 )
 from mtcompile.torch_private.data_writes import DataWrites
 from mtcompile.torch_private.dynamo import (
+    NEEDS_GRAD,
     break_after,
     capture_settings,
     cause_in_dynamo,
@@ -109,6 +110,7 @@ from mtcompile.torch_private.raising_branches import (
     checking_branches,
 )
 from mtcompile.torch_private.thread_setting import is_locked, one_at_a_time, process_lock
+from mtcompile.torch_private.trace_settings import about_input, kernel_settings, name_of_function, settings_of_traces
 from mtcompile.torch_private.tracing import (
     LiveBytes,
     building_without_memory,
@@ -128,11 +130,13 @@ from mtcompile.torch_private.used_gradients import UsedGradient, on_device
 pytree = _pytree  # as a public name
 
 __all__ = [
+    "NEEDS_GRAD",
     "AllocatorPeak",
     "DataWrites",
     "LiveBytes",
     "OtherValues",
     "UsedGradient",
+    "about_input",
     "accumulating",
     "accumulation_hooks",
     "after_backward",
@@ -189,6 +193,7 @@ __all__ = [
     "keeping_later_attributes",
     "keeps_graph",
     "kernel_choices",
+    "kernel_settings",
     "lasting",
     "lazy_modules",
     "leave_out_of_graphs",
@@ -198,6 +203,7 @@ __all__ = [
     "leaving_out_absent_gradients",
     "mixing_devices",
     "move_hook",
+    "name_of_function",
     "never_captured",
     "noting_arguments_of_checkpoints",
     "noting_values",
@@ -217,6 +223,7 @@ __all__ = [
     "saving_hook",
     "seeing_hooks",
     "set_grad_enabled",
+    "settings_of_traces",
     "shares_storage",
     "storage_holders",
     "storage_id",

@@ -420,7 +420,7 @@ def keeping_later_attributes() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- checkpoints
 
-_NEEDS_GRAD = "mt_argument_needs_grad"  # in the meta of a checkpoint's node: an argument of the user's call requires grad
+NEEDS_GRAD = "mt_argument_needs_grad"  # in the meta of a checkpoint's node: an argument of the user's call requires grad
 
 
 @functools.cache
@@ -438,7 +438,7 @@ def noting_arguments_of_checkpoints() -> None:
         result = plain(variable, tx, args, kwargs)
         nodes = tx.output.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
         if nodes:
-            nodes[-1].meta[_NEEDS_GRAD] = any(map(_needs_grad, args[1:]))
+            nodes[-1].meta[NEEDS_GRAD] = any(map(_needs_grad, args[1:]))
         return result
 
     setattr(owner, name, noting)
@@ -454,4 +454,4 @@ def _needs_grad(argument: Any) -> bool:
 
 def gives_no_gradients(checkpoint: fx.Node) -> bool:
     """Tells whether a plain run gives no gradient to what a checkpoint uses, because no tensor argument requires grad."""
-    return checkpoint.kwargs.get("use_reentrant") is not False and checkpoint.meta.get(_NEEDS_GRAD) is False
+    return checkpoint.kwargs.get("use_reentrant") is not False and checkpoint.meta.get(NEEDS_GRAD) is False

@@ -137,9 +137,20 @@ def _users_operations() -> tuple[str, ...]:
     the libraries: implementations by two libraries that one line made are not told apart."""
     if len(torch.library._impls) == len(_TORCHS_OWN):  # names are added by those who implement, and taken away by them alone
         return ()
-    names = torch.library._impls - _TORCHS_OWN
-    users = sorted(name for name in names if name.startswith("aten/") and not name.endswith("/Meta"))
-    return tuple(f"{name} {_registered_at(*name.split('/')[1:])}" for name in users)
+    if torch.library._impls != _seen.names:
+        _seen.names = frozenset(torch.library._impls)
+        _seen.users = sorted(n for n in _seen.names - _TORCHS_OWN if n.startswith("aten/") and not n.endswith("/Meta"))
+    return tuple(f"{name} {_registered_at(*name.split('/')[1:])}" for name in _seen.users)
+
+
+class _Seen(threading.local):
+    """The names that were there when this thread looked last, which takes long, and those of the user's operations."""
+
+    names: frozenset[str] = frozenset()
+    users: Sequence[str] = ()
+
+
+_seen = _Seen()
 
 
 def users_gradients() -> tuple[str, ...]:

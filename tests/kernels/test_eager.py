@@ -80,14 +80,14 @@ def test_a_kernel_whose_results_hold_more_than_declared_is_measured_whole(monkey
 def test_a_plan_whose_kernels_need_more_than_it_was_made_with_is_made_again(
     inductor: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    width = 16 if inductor else 24
+    width, layers = (16, 3) if inductor else (24, 6)
     x, options = torch.randn(2, 64, width), dict[str, Any](kernels="inductor" if inductor else "eager")
     with pytest.raises(mtcompile.BudgetError) as refusal:
-        mtcompile.compile(Layers(6, width), memory="1KiB", **options)(x)
+        mtcompile.compile(Layers(layers, width), memory="1KiB", **options)(x)
     monkeypatch.setattr(eager, "composed", lambda kernel, alone: 0)
     plans = []
     for memory in (refusal.value.minimum_bytes, 2 * refusal.value.minimum_bytes, 2 * refusal.value.minimum_bytes):
-        compiled = mtcompile.compile(Layers(6, width), memory=memory, **options)
+        compiled = mtcompile.compile(Layers(layers, width), memory=memory, **options)
         compiled(x).backward()
         report = compiled.memory_report()
         assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= memory

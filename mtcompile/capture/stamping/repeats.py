@@ -86,7 +86,7 @@ def _runs(calls: Sequence[fx.Node], owner: fx.GraphModule) -> Iterator[_Run]:
 
 def _code(node: fx.Node, owner: fx.GraphModule) -> Hashable:
     """Returns what is equal for two calls of the same operation with the same arguments and shapes."""
-    value = _shape(node.meta.get("example_value"))
+    value = shape_of(node.meta.get("example_value"))
     if (body := _body(node, owner)) is not None:
         index = {inner: position for position, inner in enumerate(body.graph.nodes)}
         return node.op, tuple((_code(inner, body), tuple(index[one] for one in references(inner))) for inner in index)
@@ -101,7 +101,7 @@ def _body(node: fx.Node, owner: fx.GraphModule) -> fx.GraphModule | None:
     return attribute if isinstance(attribute, fx.GraphModule) else None
 
 
-def _shape(value: Any) -> str:
+def shape_of(value: Any) -> str:
     """Returns what tracing sees of a value, as text."""
     return repr([_shape_of_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves(value)])
 
@@ -166,7 +166,7 @@ def _differ_in_place(operands: Sequence[fx.Node], places: Mapping[fx.Node, Place
     if any(node in places for node in operands) or len(values) < len(operands):
         return False
     steady = not any(value.requires_grad or value.is_inference() or value._version for value in values)
-    return steady and len(set(map(_shape, values))) == 1
+    return steady and len(set(map(shape_of, values))) == 1
 
 
 def _repeats(operands: Sequence[fx.Node], places: Mapping[fx.Node, Place]) -> bool:
@@ -200,7 +200,7 @@ def _share_memory(places: Mapping[fx.Node, Place], inputs: Iterable[fx.Node]) ->
 
 def _signature(node: fx.Node, specs: Mapping[fx.Node, InputSpec]) -> tuple[Any, ...]:
     spec = specs[node]
-    return spec.role, spec.differentiable, spec.tier, _shape(node.meta.get("example_value"))
+    return spec.role, spec.differentiable, spec.tier, shape_of(node.meta.get("example_value"))
 
 
 def _paths(run: _Run, owner: fx.GraphModule, path_of: Callable[[fx.Node], str]) -> dict[str, Place] | None:
