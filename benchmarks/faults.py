@@ -11,9 +11,9 @@ Each round draws a way of training and a model's seed, trains without a fault, a
 
 Lengths change, and the model is evaluated in between. After a fault the training goes on, or loads the newest checkpoint in
 place or into a new model. What a fault leaves must be a whole step or a refusal, and each loss, the weights, the buffers and
-the state of the optimizer must have the bits of the run without faults. All is drawn from ``--seed``; the moment of an interrupt
-is a share of a step's time, so what it meets differs. Memory is refused by an operation of the model's own: a process whose
-address space ends hangs in Python's ``Thread.start``.
+the state of the optimizer must have the bits of the run without faults. All is drawn from ``--seed``. The moment of an
+interrupt is a share of a step's time, so what it meets differs. Memory is refused by an operation of the model's own: a process
+whose address space ends hangs in Python's ``Thread.start``.
 """
 
 from __future__ import annotations
@@ -251,6 +251,8 @@ def signalled(number: int, after_s: float, times: int) -> Iterator[None]:
         while timer.is_alive():
             with contextlib.suppress(KeyboardInterrupt):
                 timer.join()
+        with contextlib.suppress(KeyboardInterrupt):  # what it sent last may not have come yet
+            time.sleep(0.002)
 
 
 # ---------------------------------------------------------------------------------------------------------- the round
@@ -268,6 +270,7 @@ class Round:
     seconds: float = 0.05  # that a step takes
     done: int = 0
     tries: int = 0  # of the next step
+    is_interrupted: bool = False  # on purpose
     told: list[str] = field(default_factory=list)  # of this step: faults and errors
 
     def train(self) -> None:
@@ -287,12 +290,13 @@ class Round:
                     while self.done < STEPS and self.next_step(saver):
                         pass
             except (Exception, KeyboardInterrupt) as error:
-                if isinstance(error, Differs):
-                    raise
+                if isinstance(error, Differs) or (isinstance(error, KeyboardInterrupt) and not self.is_interrupted):
+                    raise  # by whoever runs this
                 self.told.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
                 error.__traceback__ = None  # which holds the model
             if self.done < STEPS:
                 self.recover()
+            self.is_interrupted = False
         self.compare(self.run, "at the end")
 
     def draws(self, what: str) -> random.Random:
@@ -324,6 +328,7 @@ class Round:
         disk, nth = self.folder / "disk", drawn.randint(1, 40)
         with contextlib.ExitStack() as stack:
             if kind == "interrupt":
+                self.is_interrupted = True
                 number = drawn.choice((signal.SIGINT, signal.SIGINT, signal.SIGTERM))
                 after_s = drawn.random() * self.seconds
                 times = drawn.randint(1, 2) if number == signal.SIGINT else 1
@@ -406,8 +411,8 @@ def one_round(number: int, seed: int, folder: Path) -> tuple[str, Counter[str], 
             round_ = Round(way, seed, folder, reference(way, seed, folder / "disk"))
             try:
                 round_.train()
-            except Differs as error:
-                differs = str(error)
+            except Exception as error:
+                differs = f"{type(error).__name__}: {error}"
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)
