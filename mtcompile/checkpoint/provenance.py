@@ -44,7 +44,7 @@ def note_training(model: nn.Module, data: Sequence[Path], options: Mapping[str, 
 def provenance(model: nn.Module) -> dict[str, Any]:
     """Returns what a checkpoint says of where a training came from."""
     told: dict[str, Any] = next((m.__dict__[_TRAINING] for m in model.modules() if _TRAINING in m.__dict__), {})
-    compiled = [module for module in model.modules() if getattr(module, "_mt_model", None) is not None]
+    compiled: list[Any] = [module for module in model.modules() if getattr(module, "_mt_model", None) is not None]
     plans = [module.plan for module in compiled if module.plan is not None]
     return {
         "weights": [{"folder": origin.folder, "new": list(origin.new)} for origin in _origins(model)],
