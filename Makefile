@@ -2,7 +2,7 @@
 # make check   lint, types, quick tests
 # make test    lint, types, all tests
 # make long    some of them with more values, budgets and machines
-# make soak    ten thousand steps and a hundred models: does anything grow? (ARGS="--steps 1000")
+# make soak    ten thousand steps, a hundred models, ten minutes of faults: does anything differ or grow? (ARGS="--minutes 60")
 # make fuzz    ten minutes of inputs that nobody wrote, for every reader of files (ARGS="--minutes 60")
 # make fuzz-loops  random training loops, each compared with plain PyTorch, until Ctrl-C (ARGS="--minutes 60")
 # make coverage  other people's models, plainly and compiled, into docs/coverage.md (ARGS="--only 'causal/*'"): hours

@@ -1,10 +1,14 @@
-"""Trains for a long time and looks whether anything grows: memory of the process, descriptors, threads.
+"""Trains for a long time, also with drawn faults, and looks whether anything differs or grows: memory of the process,
+descriptors, threads.
 
-    python -m benchmarks.soak --json out.json          # minutes; make soak. --steps 1000 --models 10 for less
+    python -m benchmarks.soak --json out.json          # make soak. --steps 1000 --models 10 --minutes 1 for less
+    python -m benchmarks.soak --steps 0 --models 0 --minutes 60 --seed 7      # faults alone
 
 Three models train in turns for 10,000 steps, with evaluation, changing lengths, updates in the backward that run ahead, and
 saves in the background. Then 100 models are compiled, trained for a step and deleted. Figures are taken after a tenth of each
-and at its end. Exits with 1 if memory has grown by more than ``--slack`` MiB, or the number of descriptors or threads at all.
+and at its end. Then come ``--minutes`` of trainings with faults, as ``benchmarks.faults`` draws them, each compared with one
+without. Exits with 1 if a bit differs, if memory has grown by more than ``--slack`` MiB, or the number of descriptors or
+threads at all.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ import random
 import sys
 import tempfile
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 import mtcompile
+from benchmarks import faults
 from benchmarks.run import about
 from mtcompile import checkpoint
 
@@ -141,26 +148,64 @@ def watched(name: str, count: int, step: Callable[[int], None]) -> dict[str, Any
     return {"name": name, "steps": count, "before": asdict(before), "after": asdict(after)}
 
 
+def faulty(minutes: float, seed: int) -> dict[str, Any]:
+    """Rounds with faults, each printed, for so long and until each way of training has been drawn. Figures are taken after a
+    tenth of the time."""
+    began, number, counts, differing = time.monotonic(), 0, Counter[str](), list[str]()
+    before = None
+    while number < len(faults.WAYS) or time.monotonic() - began < minutes * 60:
+        with tempfile.TemporaryDirectory() as folder:
+            way, counted, differs = faults.one_round(number, seed, Path(folder))
+        drawn = ", ".join(f"{count} {what or 'without a fault'}" for what, count in sorted(counted.items()))
+        print(f"round {number}, {way}: {drawn}: {'DIFFERS: ' + differs if differs else 'equal'}", flush=True)
+        counts.update(counted)
+        differing += [f"round {number} of seed {seed}, {way}: {differs}"] * bool(differs)
+        number += 1
+        if before is None and number >= len(faults.WAYS) and time.monotonic() - began >= minutes * 6:
+            before = held()
+    after = held()
+    counts["without a fault"] = counts.pop("", 0)
+    grew = {"before": asdict(before or after), "after": asdict(after)}
+    found = {"rounds": number, "counts": dict(sorted(counts.items())), "differing": differing}
+    return {"name": "faults", "seed": seed, "minutes": round((time.monotonic() - began) / 60, 1), **found, **grew}
+
+
+def summary(row: dict[str, Any], grown: list[str]) -> str:
+    met = sum(row["counts"].get(kind, 0) for kind in (*faults.EVERYWHERE, *faults.ON_DISK))
+    found = f"{len(row['differing'])} differ" if row["differing"] else "nothing differs"
+    return f"{row['rounds']} rounds, {met} faults in {row['minutes']} minutes: {found}, {', '.join(grown) or 'nothing grows'}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--models", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=10, help="of trainings with faults; 0: none")
+    parser.add_argument("--seed", type=int, default=0, help="what all faults are drawn from")
     parser.add_argument("--slack", type=int, default=32, help="MiB that the memory may grow by: the allocator keeps pieces")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("MT_PROGRESS", "0")
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [watched("training", args.steps, in_turns(trainings(Path(folder))))]
-    rows.append(watched("short-lived models", args.models, short_life))
+    rows = []
+    if args.steps:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(watched("training", args.steps, in_turns(trainings(Path(folder)))))
+    if args.models:
+        rows.append(watched("short-lived models", args.models, short_life))
+    if args.minutes:
+        rows.append(faulty(args.minutes, args.seed))
     grown = []
     for row in rows:
         grown += [f"{row['name']}: {what}" for what in Held(**row["after"]).grown(Held(**row["before"]), args.slack << 20)]
     figures = {"about": about(), "rows": rows, "grown": grown}
     print(json.dumps(figures, indent=1))
+    for row in rows:
+        if "rounds" in row:
+            print(summary(row, grown))
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return 1 if grown else 0
+    return 1 if grown or any(row.get("differing") for row in rows) else 0
 
 
 if __name__ == "__main__":

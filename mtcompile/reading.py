@@ -11,6 +11,7 @@ import signal
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 MANY_NBYTES = 1 << 28  # of a file that programs write
 FEW_NBYTES = 1 << 20  # of a file that people write
 _PIECE_NBYTES = 1 << 20
+_TOGETHER_S = 0.1  # two signals of one sender; a handler that went between them would be missing
 _MOST_REASON = 200  # characters of a library's
 # C0 and C1 without tab and line feed, separators of lines, marks and overrides of direction, lone surrogates
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -135,14 +137,20 @@ def interrupts_later() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def signals_noted(texts: Mapping[int, str]) -> Iterator[set[int]]:
-    """Notes the first of these signals, and leaves the next ones to the handlers before. Yields those that have come. The
-    handlers do nothing else: what they wrote could raise amid updates. Another thread says the signal's text on stderr."""
-    noted, come = set[int](), threading.Event()
+    """Notes the first of these signals, and one of another kind that comes with it; the handlers before have the next ones.
+    Yields those that have come. Nothing is written here, which could raise amid updates: another thread says the signal's text
+    on stderr."""
+    noted, come, first = set[int](), threading.Event(), list[float]()
 
     def note(number: int, frame: FrameType | None) -> None:
+        if noted and (number in noted or time.monotonic() - first[0] > _TOGETHER_S):
+            restore()
+            act(before[number], number, frame)
+            return
+        first.append(time.monotonic())
         noted.add(number)
-        restore()
-        come.set()
+        if len(first) == 1:  # one that comes amid this call would wait for its lock
+            come.set()
 
     def tell() -> None:
         come.wait()
@@ -154,6 +162,13 @@ def signals_noted(texts: Mapping[int, str]) -> Iterator[set[int]]:
         for number, handler in before.items():
             if signal.getsignal(number) is note:
                 signal.signal(number, handler)
+
+    def act(handler: Any, number: int, frame: FrameType | None) -> None:
+        if callable(handler):
+            handler(number, frame)
+        elif handler == signal.SIG_DFL:
+            signal.signal(number, handler)
+            signal.raise_signal(number)
 
     threading.Thread(target=tell, daemon=True, name="mtcompile signals").start()
     before = {number: signal.signal(number, note) for number in texts}

@@ -1,15 +1,22 @@
-"""The origin of a training's weights, as its checkpoints tell it."""
+"""What was trained on what, as checkpoints tell it: a training's weights, data, options, versions and plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import platform
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from mtcompile.reading import installed_version
+
 _ORIGIN = "_mt_origin"  # of a module, beside its weights
+_TRAINING = "_mt_training"
+_PIECE_NBYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +32,55 @@ def note_origin(model: nn.Module, folder: Path, new: Sequence[str]) -> None:
     model.__dict__[_ORIGIN] = Origin(str(folder), tuple(new))
 
 
+def note_training(model: nn.Module, data: Sequence[Path], options: Mapping[str, Any]) -> None:
+    """Lets checkpoints of a model name these files and options, and the files of the weights that it began with, by their
+    SHA-256. Each file is read once. Raises OSError."""
+    origins = [file for origin in _origins(model) for file in _weight_files(Path(origin.folder))]
+    named = {"data": list(data), "weights": origins}
+    hashes = {kind: {str(file.absolute()): sha256(file) for file in files} for kind, files in named.items()}
+    model.__dict__[_TRAINING] = {**hashes, "options": {name: str(value) for name, value in options.items()}}
+
+
 def provenance(model: nn.Module) -> dict[str, Any]:
     """Returns what a checkpoint says of where a training came from."""
-    return {"weights": [{"folder": origin.folder, "new": list(origin.new)} for origin in _origins(model)]}
+    told: dict[str, Any] = next((m.__dict__[_TRAINING] for m in model.modules() if _TRAINING in m.__dict__), {})
+    compiled: list[Any] = [module for module in model.modules() if getattr(module, "_mt_model", None) is not None]
+    plans = [module.plan for module in compiled if module.plan is not None]
+    return {
+        "weights": [{"folder": origin.folder, "new": list(origin.new)} for origin in _origins(model)],
+        "files": {kind: told.get(kind, {}) for kind in ("weights", "data")},
+        "options": told.get("options", {}),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "mtcompile": installed_version("mtcompile"),
+        },
+        "plans": [hashlib.sha256(plan.to_json().encode()).hexdigest() for plan in plans],
+    }
+
+
+def sha256(file: Path) -> str:
+    """Returns the SHA-256 of a file, read piece by piece. Raises OSError."""
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while piece := opened.read(_PIECE_NBYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def compared(told: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yields the kind, path and outcome of each file that a checkpoint names: "same", "missing" or "different"."""
+    for kind, files in told.get("files", {}).items():
+        for path, expected in files.items():
+            try:
+                found = "same" if sha256(Path(path)) == expected else "different"
+            except OSError:
+                found = "missing"
+            yield kind, path, found
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return [folder] if folder.is_file() else sorted((*folder.glob("*.safetensors"), *folder.glob("config.json")))
 
 
 def _origins(model: nn.Module) -> Iterator[Origin]:

@@ -70,6 +70,12 @@ def inspect(folder: str | os.PathLike[str]) -> Loaded:
     return Loaded(path, manifest.step, copy.deepcopy(state["extra"]), state.get("provenance") or {})
 
 
+def verified(folder: Path) -> Loaded:
+    """Returns what ``inspect`` does, after every byte has been compared with its checksum. Raises CheckpointError."""
+    verify_files(*_opened(folder))
+    return inspect(folder)
+
+
 def saved_generators(path: Path) -> dict[str, Any]:
     """Returns the states of the random generators of a checkpoint. Raises CheckpointError."""
     return dict(_state(path, _opened(path)[1], copied=True, parts=("generators",))[0]["generators"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch import nn
 
 from mtcompile import progress
 from mtcompile.api import compile
+from mtcompile.checkpoint.provenance import note_training
 from mtcompile.data.batch import Source
 from mtcompile.data.boundaries import check_packing, document_mask
 from mtcompile.data.encoding import TOKENIZER_FILES, encode, load_tokenizer
+from mtcompile.data.files import files_of
 from mtcompile.data.packing import Rows
 from mtcompile.data.records import read_records
 from mtcompile.data.windows import Windows, read_tokens
@@ -48,6 +50,10 @@ def prepared(recipe: Recipe) -> Job:
     check(recipe)
     together = join()
     job = _fine_tuning(recipe) if recipe.pretrained else _from_scratch(recipe)
+    if recipe.save is not None and not together.rank:
+        options = {name: value for name, value in asdict(recipe).items() if value not in (None, ())}
+        with progress.doing("hashing the weights and the data"):
+            note_training(job.model, files_of(recipe.data), options)
     if together.rank:  # each rank draws its dropout from a generator of its own
         torch.manual_seed(recipe.seed + together.rank)
     return job if together.count == 1 else replace(job, data=RowsOfRank(job.data, together), together=together)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mtcompile
-from benchmarks import fits, host_update, outside, predictions, run, training, utilization
+from benchmarks import faults, fits, host_update, outside, predictions, run, training, utilization
 from benchmarks.decoder import build, text
 from benchmarks.models import Case, make
 from mtcompile.forecast.solve import Forecast
@@ -227,3 +227,10 @@ def test_trainers_of_others_are_driven_by_their_own_calls(monkeypatch: pytest.Mo
         optimizer.zero_grad()
         assert 2 < loss.item() < 10
     assert calls == ["forward", "backward", "step", "forward and backward", "sync", "zero"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, pytest.param(2, marks=pytest.mark.long), pytest.param(5, marks=pytest.mark.long)])
+def test_a_round_of_the_soak_meets_faults_and_differs_in_nothing(number: int, tmp_path: Path) -> None:
+    _, counts, differs = faults.one_round(number, 0, tmp_path)
+    assert not differs and sum(counts[kind] for kind in (*faults.EVERYWHERE, *faults.ON_DISK))

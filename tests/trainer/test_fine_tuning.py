@@ -273,3 +273,37 @@ def test_a_missing_weight_stops_the_command_unless_it_may_be_new(tmp_path: Path)
     assert f"missing there: {name}; " in refused(folder, *steps)
     output = CliRunner().invoke(app, ["train", str(folder), *steps, "--device", "cpu", "--allow-new", name])
     assert output.exit_code == 0 and checkpoint.inspect(tmp_path / "run").provenance["weights"][0]["new"] == [name]
+
+
+def test_a_checkpoint_says_what_was_trained_on_what(tmp_path: Path) -> None:
+    folder, data = folder_of(tmp_path / "model"), chats(tmp_path / "chats.jsonl")
+    steps = (
+        "--data",
+        str(data),
+        "--seq",
+        "96",
+        "--batch",
+        "2",
+        "--memory",
+        FITS,
+        "--steps",
+        "1",
+        "--save",
+        str(tmp_path / "run"),
+    )
+    assert CliRunner().invoke(app, ["train", str(folder), *steps, "--device", "cpu"]).exit_code == 0
+    told = checkpoint.inspect(tmp_path / "run").provenance
+    assert set(told["files"]["weights"]) == {str(folder / name) for name in ("config.json", "model.safetensors")}
+    assert told["options"]["seq"] == "96" and told["versions"]["torch"] == torch.__version__ and len(told["plans"]) == 1
+    verify = ["checkpoint", "verify", str(tmp_path / "run")]
+    output = CliRunner().invoke(app, verify)
+    assert output.exit_code == 0 and f"data: {data}: same" in output.stdout
+    data.write_text(data.read_text() + "\n")
+    (folder / "config.json").unlink()
+    output = CliRunner().invoke(app, verify)
+    assert output.exit_code == 5 and f"{data}: different" in output.stdout and "config.json: missing" in output.stdout
+    with (tmp_path / "run" / "step-00000001" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    output = CliRunner().invoke(app, verify)
+    assert output.exit_code == 2 and "is damaged" in output.stderr

@@ -40,6 +40,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "accumulated ahead": {"accumulate": 2, "update": "backward", "run_ahead": True, "max_grad_norm": 0.1},
     "masters": {"precision": "bf16-master32"},
     "masters ahead": {"precision": "bf16-master32", "update": "backward", "run_ahead": True},
+    "compiled": {"kernels": "inductor"},
+    "compiled ahead": {"kernels": "inductor", "update": "backward", "run_ahead": True},
     "disk": {"update": "backward"},
     "activations": {},
     "experts": {"experts": "used"},
