@@ -21,6 +21,7 @@ from mtcompile.capture.surroundings import Surroundings
 from mtcompile.distributed.door import RanksDoor
 from mtcompile.distributed.ranks import Ranks
 from mtcompile.errors import BudgetError, CaptureError, StepError, told_briefly
+from mtcompile.execution.calling_trainer import calling_trainer
 from mtcompile.execution.compiled import CompiledStep, LiveFrames
 from mtcompile.execution.elastic.replanner import follow_speeds
 from mtcompile.execution.memory.host_room import check_room
@@ -31,6 +32,7 @@ from mtcompile.execution.plain.steps import PlainSteps, may_be_plain
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, NotCompared, Program
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import free_nbytes, peak_reserved_nbytes, reservable_nbytes
+from mtcompile.optim.wholeness import parameters_of
 from mtcompile.options import Options
 from mtcompile.passes.joint.exceptions import of_all
 from mtcompile.passes.plan import Plan
@@ -95,6 +97,22 @@ class CompiledModel:
         self._at_end = weakref.finalize(model, self.release)
         self._at_end.atexit = False
 
+    def follow_trainer(self) -> None:
+        """Takes the optimizer of the trainer that calls, if it steps this model, and with ``update="backward"`` how it clips.
+        Raises StepError where the trainer and ``compile`` were told otherwise."""
+        trainer, model = calling_trainer(), self.door.model()
+        if trainer is None or model is None:
+            return
+        own = set(map(id, nn.Module.parameters(model)))
+        steps = [each for each in trainer.optimizers if any(id(p) in own for p in parameters_of(each))]
+        if len(steps) != 1:
+            return
+        self.door.bind(steps[0])
+        if self.door.updates is not None and self.door.updates.follow(trainer.name, trainer.max_grad_norm):
+            options = replace(self.options, updates=self.door.updates.options)
+            self.options = self.door.options = options
+            self.session.options = replace(self.session.options, updates=options.updates)
+
     def _drain(self) -> None:
         self.session.drain()
 
@@ -149,6 +167,12 @@ class CompiledModel:
             self._surroundings.check_call(model.parameters(), False)
             with self.door.training_call() if self.door.in_parts else contextlib.nullcontext():
                 return self._without_gradients(model, args, kwargs)
+        self.follow_trainer()
+        if self.door.masters is not None and self.door.optimizer is None:
+            raise StepError(
+                'precision="bf16-master32" needs the optimizer that updates the fp32 masters: pass optimizer= to compile, or '
+                "call model.bind(optimizer)"
+            )
         with self.door.training_call():
             return self._run(args, kwargs)
 

@@ -270,7 +270,7 @@ class ModelDoor(Door):
     # ---------------------------------------------------------------------------------------------- around a step that runs
 
     def plan_key(self) -> Hashable:
-        return None if self.updates is None else self.updates.parameter_ids()
+        return None if self.updates is None else (self.updates.parameter_ids(), self.updates.options)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:

@@ -77,6 +77,85 @@ def test_a_resumed_training_has_the_same_bits_and_its_files_load_plainly(train: 
     assert history(resumed) == history(whole) and equal(weights(resumed), expected)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_grad_norm": 0.5, "eval_strategy": "steps", "eval_steps": 4, "warmup_steps": 2},
+        *(
+            pytest.param(each, marks=pytest.mark.long)
+            for each in (
+                {"max_grad_norm": 0.0, "optim": "sgd"},
+                {},
+                {"bf16": True},
+                {"weight_decay": 0.1, "optim": "adamw_torch_fused"},
+                {"max_grad_norm": 1e6},
+            )
+        ),
+    ],
+    ids=["clipped, evaluated", "never clipped", "defaults", "bf16", "decay", "hardly clipped"],
+)
+def test_updates_in_the_backward_have_the_history_of_a_plain_trainer(
+    train: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = train(str(tmp_path / "plain"), None, **QUIET, **options)
+    compiled = train(str(tmp_path / "compiled"), "2MiB", compiled={"update": "backward"}, **QUIET, **options)
+    assert history(compiled) == history(plain) and equal(weights(compiled), weights(plain))
+    assert "in the backward" in str(compiled.model.plan.updates)
+
+
+def test_a_resumed_training_with_masters_has_the_same_bits(train: Any, tmp_path: Path) -> None:
+    """The masters are those of the optimizer that the Trainer makes, and are in its file."""
+    options: dict[str, Any] = {"compiled": {"update": "backward", "precision": "bf16-master32"}, **QUIET}
+    whole = train(str(tmp_path), "2MiB", **options)
+    masters, state = mtcompile.master_parameters(whole.model), whole.optimizer.state_dict()["state"]
+    assert all(entry["exp_avg"].dtype == entry["master"].dtype == torch.float32 for entry in state.values())
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    resumed = train(str(tmp_path), "2MiB", resume=True, **options)
+    assert history(resumed) == history(whole) and equal(mtcompile.master_parameters(resumed.model), masters)
+
+
+@pytest.mark.long
+def test_masters_are_updated_as_by_plain_steps(train: Any, tmp_path: Path) -> None:
+    runs = []
+    for update in ("step", "backward"):
+        compiled = {"update": update, "precision": "bf16-master32"}
+        trainer = train(str(tmp_path / update), "2MiB", steps=4, compiled=compiled, max_grad_norm=0.0, **QUIET)
+        runs.append(([loss for loss, *_ in history(trainer)], mtcompile.master_parameters(trainer.model)))
+    assert runs[0][0] == runs[1][0] and equal(runs[0][1], runs[1][1])
+
+
+def small_trainer(kind: Any, folder: Path, compiled: dict[str, Any], **options: Any) -> Any:
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    model = mtcompile.compile(transformers.LlamaForCausalLM(config), memory="2MiB", **compiled)
+    rows = [{"input_ids": torch.arange(8) + n % 9, "labels": torch.arange(8) + n % 9} for n in range(20)]
+    options = {"save_strategy": "no", "report_to": [], "max_steps": 2, **QUIET, **options}
+    return kind(model, transformers.TrainingArguments(str(folder), **options), train_dataset=rows)
+
+
+def test_a_trainer_that_does_not_clip_as_it_was_told_is_refused(tmp_path: Path) -> None:
+    compiled: dict[str, Any] = {"update": "backward", "max_grad_norm": 0.1}
+    with pytest.raises(mtcompile.StepError, match=r"max_grad_norm=0\.1 in compile and 0\.5 in the arguments"):
+        small_trainer(transformers.Trainer, tmp_path, compiled, max_grad_norm=0.5).train()
+
+    class Never(transformers.Trainer):  # type: ignore[name-defined,misc]
+        def _clip_grad_norm(self, model: Any) -> None:
+            return None
+
+        def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+            return None
+
+    class Otherwise(transformers.Trainer):  # type: ignore[name-defined,misc]
+        def _clip_grad_norm(self, model: Any) -> Any:
+            return self.accelerator.clip_grad_norm_(model.parameters(), 0.25)
+
+    for kind, message in ((Never, "nobody clipped"), (Otherwise, "are scaled by")):
+        with pytest.raises(mtcompile.StepError, match=message):
+            small_trainer(kind, tmp_path, {"update": "backward"}, max_grad_norm=0.5).train()
+
+
 @pytest.mark.parametrize("stop", [("error", 5), pytest.param(("sigterm", 3), marks=pytest.mark.long)], ids=["error", "sigterm"])
 def test_a_training_that_saves_itself_goes_on_with_the_same_bits(train: Any, stop: tuple[str, int], tmp_path: Path) -> None:
     """With dropout, accumulation and a schedule; the checkpoint is read by a compiled and by a plain training."""

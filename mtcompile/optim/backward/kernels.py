@@ -25,7 +25,7 @@ from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.optim.written_update import count_step
 from mtcompile.passes.step_graph import Fragment, gradient_norms, gradient_scale, update
 from mtcompile.runtime.optim import host_kernels
-from mtcompile.torch_private import gradient_norm, total_norm
+from mtcompile.torch_private import Clipping, gradient_norm, total_norm
 
 
 class Shares(Protocol):
@@ -66,7 +66,8 @@ class Backward:
     host updates after those of its current update, in order. ``cast_rooms``: by thread, for gradients on the
     host that are cast for their norm, until all norms are there. ``has_updated``: whether anything but what is on disk
     has changed. ``entries``: of parameters on disk whose updates have begun, their entries in the optimizer before;
-    ``carried_nbytes``: of the disk, then.
+    ``carried_nbytes``: of the disk, then. ``clipping``: for a loop that clips; ``notes_norms``: whether it wants norms of
+    gradients whose updates do not need them.
     """
 
     number: int
@@ -88,6 +89,8 @@ class Backward:
     coming: Sequence[str] = ()
     cast_rooms: dict[int, Tensor] = field(default_factory=dict)
     entries: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+    clipping: Clipping = field(default_factory=Clipping)
+    notes_norms: bool = False
     carried_nbytes: int = 0
 
     def begin_on_disk(self, disk: DiskState, parameter: nn.Parameter) -> None:
@@ -142,18 +145,33 @@ def _clip_factor(backward: Backward, names: tuple[str, ...], *norms: Tensor) -> 
     backward.cast_rooms.clear()
     joined = torch.cat(norms)
     by_name = dict(zip(names, joined, strict=True))
-    parameters = [(by_name[name], p.detach()) for name, p in backward.parameters.items() if name in by_name]
-    if backward.masters is not None:
-        total = torch.linalg.vector_norm(torch.stack([norm for norm, _ in parameters]))
+    wide = backward.masters is not None
+    parameters = {name: p.detach() for name, p in backward.parameters.items() if name in by_name}
+    own = {name: by_name[name] if wide else by_name[name].to(p.dtype) for name, p in parameters.items()}
+    if wide:
+        total = torch.linalg.vector_norm(torch.stack([*own.values()]))
     else:
-        total = total_norm([norm.to(p.dtype) for norm, p in parameters], [p for _, p in parameters]).cpu()
+        total = total_norm([*own.values()], [*parameters.values()]).cpu()
     backward.grad_norm = float(total)
+    backward.clipping.norms.update(own)
     if not math.isfinite(backward.grad_norm):
         first = next((name for name in names if not math.isfinite(float(by_name[name]))), names[0])
         _handle_nonfinite(backward, first, _NOTHING)
+    backward.clipping.skips = backward.skips
     if limit is None:
         return (joined.new_ones(()),)
-    return ((limit / (total + 1e-6)).clamp(max=1.0).to(joined.dtype),)
+    factor = (limit / (total + 1e-6)).clamp(max=1.0).to(joined.dtype)
+    backward.clipping.factor = float(factor)
+    return (factor,)
+
+
+def _note_norms(backward: Backward, names: tuple[str, ...], grads: Sequence[Tensor]) -> None:
+    """Notes the norms of gradients that are about to be used; that of fragments, of their parameter."""
+    noted, parts = backward.clipping.norms, {} if backward.fragments is None else backward.fragments.parts
+    for name, norm in zip(names, _norms(backward, names, *grads)[0].cpu(), strict=True):
+        whole = parts[name].parameter if name in parts else name
+        norm = torch.linalg.vector_norm(torch.stack([noted[whole], norm])) if whole in noted else norm
+        noted[whole] = norm if backward.masters is not None else norm.to(backward.parameters[whole].dtype)
 
 
 def _handle_nonfinite(backward: Backward, name: str, changed: str) -> None:
@@ -179,6 +197,8 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
     parameters, grads, factors = values[:count], list(values[count : 2 * count]), values[2 * count :]
     if backward.skips:
         return parameters
+    if backward.notes_norms and not backward.options.needs_all_gradients:
+        _note_norms(backward, names, grads)
     factor = factors[0] if factors and backward.options.max_grad_norm is not None else None
     masters, checked = backward.masters, not backward.options.needs_all_gradients
     fragments = {} if backward.fragments is None else backward.fragments.parts

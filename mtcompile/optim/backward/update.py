@@ -12,6 +12,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class UpdatesInBackward:
     """Updates of one model's parameters in its backward: their options, and the state of the backward that runs or ran last.
 
     ``wholeness``: of the model, which an error after the first update spoils. ``where``: it computes, beside updates.
+    ``follows``: whether the limit of the norm is a trainer's, which clips by hand and logs the norms that ``notes_norms``
+    asks for.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class UpdatesInBackward:
         self.disk: DiskState | None = None
         self.shares: Shares | None = None
         self.loop = Loop(wholeness, self._check_step)
+        self.notes_norms = self.follows = False
         self._backward: Backward | None = None
         self._ended: Backward | None = None
         self._threads = torch.get_num_threads()
@@ -69,6 +73,20 @@ class UpdatesInBackward:
         check_optimizer(optimizer)
         self.loop.bind(optimizer)
         self.optimizer = optimizer
+
+    def follow(self, name: str, max_grad_norm: float | None) -> bool:
+        """Clips as the trainer of that ``name`` will, and notes norms for it. Tells whether options have changed. Raises
+        StepError if the model was told to clip otherwise."""
+        self.notes_norms, told = True, None if self.follows else self.options.max_grad_norm
+        if told is not None and max_grad_norm not in (None, told):
+            raise StepError(
+                f"expected one limit of the gradients' norm, found max_grad_norm={told:g} in compile and {max_grad_norm:g} in "
+                f"the arguments of {name}; leave it out of compile"
+            )
+        if told is not None or max_grad_norm == self.options.max_grad_norm:
+            return False
+        self.follows, self.options = True, replace(self.options, max_grad_norm=max_grad_norm)
+        return True
 
     def release(self) -> None:
         """Forgets the last backward."""
@@ -148,8 +166,10 @@ class UpdatesInBackward:
                 return kernel(backward, names, *values)
             backward.coming = coming
             updated = kernel(backward, names, *values)
-            if not coming and self.disk is not None:
-                self.disk.finish()
+            if not coming:
+                backward.cast_rooms.clear()
+                if self.disk is not None:
+                    self.disk.finish()
             return updated
 
     # -------------------------------------------------------------------------------------------------- of one backward
@@ -214,6 +234,8 @@ class UpdatesInBackward:
             self._wholeness.steps + 1, self.options, optimizer, self.masters, parameters, groups, self._threads, self.grad_norm
         )
         self._backward.trained = updated
+        self._backward.clipping = torch_private.Clipping(is_asked=not self.follows, wait=weakly(self._wait))
+        self._backward.notes_norms = self.notes_norms
         self._backward.disk, self._backward.shares = self.disk, self.shares
 
     def _wait(self) -> None:
@@ -239,7 +261,7 @@ class UpdatesInBackward:
         assert self._backward is not None
         self._ended = self._backward
         self._wholeness.steps += 1
-        self.loop.used(self._backward.trained, ended=not self.options.run_ahead)
+        self.loop.used(self._backward.trained, not self.options.run_ahead, self._backward.clipping)
         for notice in () if self.disk is None else self.disk.store.spares.new_notices():
             warnings.warn(notice, stacklevel=2)
 
