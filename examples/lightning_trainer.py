@@ -42,6 +42,8 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        if isinstance(self.model, mtcompile.CompiledModule):
+            self.model.bind(optimizer)  # for update="backward", and for fp32 masters
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 

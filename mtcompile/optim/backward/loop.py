@@ -46,6 +46,7 @@ USED = (
     'compile: max_grad_norm= in place of clip_grad_norm_, accumulate=k to add up gradients, or update="step" for all else'
 )
 
+FAILED = "a backward failed while it added to this gradient, which is no whole sum; expected zero_grad() before anything else"
 
 _FOLLOWED: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Loop]] = weakref.WeakKeyDictionary()
 
@@ -162,6 +163,13 @@ class Loop:
             self.updated()
         if self._optimizer is not None and not is_running(self._optimizer):  # else torch is going through the hooks
             torch_private.move_hook(self._hooks[0], last=True)  # those of the user's run while the gradients are not hidden
+
+    def failed(self, trained: Mapping[str, nn.Parameter]) -> None:
+        """Notes a backward that has updated nothing, but has added to gradients of backwards before: they are no sums now."""
+        for parameter in trained.values():
+            if parameter.grad is not None:
+                parameter.grad = UsedGradient(parameter, FAILED)
+        self._used, self._left, self._writes = trained, None, None
 
     def updated(self) -> None:
         """Notes that the updates of the last backward have ended, before anybody else changes what they have changed."""
