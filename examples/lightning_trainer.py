@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 import mtcompile
 
 
-def model(memory: str | None) -> Any:
+def model(memory: str | None, compiled: dict[str, Any] | None = None) -> Any:
     torch.manual_seed(0)
     hidden = (layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1)))
     plain = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), *hidden, nn.Linear(256, 256))
-    return plain if memory is None else mtcompile.compile(plain, memory=memory)
+    return plain if memory is None else mtcompile.compile(plain, memory=memory, **(compiled or {}))
 
 
 class Module(lightning.LightningModule):
@@ -42,6 +42,8 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        if isinstance(self.model, mtcompile.CompiledModule):
+            self.model.bind(optimizer)  # for update="backward", and for fp32 masters
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
@@ -50,9 +52,15 @@ def data() -> DataLoader[Tensor]:
     return DataLoader(text.unfold(0, 17, 16)[:64], batch_size=16)  # type: ignore[arg-type]
 
 
-def train(folder: str, memory: str | None, resume: str | None = None, **options: Any) -> tuple[Any, list[float], Any]:
-    """Trains with the Trainer. Returns the model, its losses and the trainer. ``memory``: the device budget; None: plain."""
-    module, quiet = Module(model(memory)), {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+def train(
+    folder: str, memory: str | None, resume: str | None = None, compiled: dict[str, Any] | None = None, **options: Any
+) -> tuple[Any, list[float], Any]:
+    """Trains with the Trainer. Returns the model, its losses and the trainer. ``memory``: the device budget; None: plain.
+    ``compiled``: more options of ``mtcompile.compile``."""
+    module, quiet = (
+        Module(model(memory, compiled)),
+        {"logger": False, "enable_progress_bar": False, "enable_model_summary": False},
+    )
     trainer = lightning.Trainer(default_root_dir=folder, **quiet, **{"max_epochs": 2, **options})
     trainer.fit(module, data(), data(), ckpt_path=resume)
     return module.model, module.losses, trainer

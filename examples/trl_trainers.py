@@ -2,6 +2,7 @@
 
 python examples/trl_trainers.py sft             # a small Llama with random weights, on sums as chats
 python examples/trl_trainers.py packed          # the same chats, several in one row
+python examples/trl_trainers.py whole           # packed, with the model's own loss: one program, with updates in the backward
 python examples/trl_trainers.py dpo             # right answers against wrong ones; the reference model is compiled too
 python examples/trl_trainers.py grpo --plain    # rewards digits in what the model generates; here without mtcompile
 
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import mtcompile
@@ -42,8 +43,24 @@ def digits(completions: list[Any], **columns: Any) -> list[float]:
     return [float(sum(letter.isdigit() for letter in answer[0]["content"])) for answer in completions]
 
 
-def train(kind: str, folder: str, memory: str | None, steps: int = 3, layers: int = 3, **arguments: Any) -> Any:
-    """Trains, and returns the trainer. ``memory``: the device budget; None for a plain run."""
+class WholeSFTTrainer(SFTTrainer):
+    """TRL's data and arguments, and the loss of the model itself: mtcompile captures it in one program."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return Trainer.compute_loss(self, *args, **kwargs)
+
+
+def train(
+    kind: str,
+    folder: str,
+    memory: str | None,
+    steps: int = 3,
+    layers: int = 3,
+    compiled: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Any:
+    """Trains, and returns the trainer. ``memory``: the device budget; None for a plain run. ``compiled``: more options of
+    ``mtcompile.compile``; ``arguments``: of the trainer."""
     set_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": layers, "num_attention_heads": 4}
     model: Any = LlamaForCausalLM(
@@ -51,7 +68,8 @@ def train(kind: str, folder: str, memory: str | None, steps: int = 3, layers: in
     )
     reference: Any = copy.deepcopy(model)
     if memory is not None:
-        model, reference = mtcompile.compile(model, memory=memory), mtcompile.compile(reference, memory=memory)
+        model = mtcompile.compile(model, memory=memory, **(compiled or {}))
+        reference = mtcompile.compile(reference, memory=memory)
     common: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": steps, "logging_steps": 1, "report_to": []}
     common |= {"output_dir": folder, "learning_rate": 1e-3, "use_cpu": not torch.cuda.is_available(), **arguments}
     trainer: Any
@@ -65,16 +83,18 @@ def train(kind: str, folder: str, memory: str | None, steps: int = 3, layers: in
         trainer = GRPOTrainer(model, digits, options, train_dataset=data, processing_class=tokenizer())
     else:  # rows of one length, which is planned once
         data = Dataset.from_dict({"messages": [asked + right for asked, right in zip(ASKED, RIGHT)]})
-        options = SFTConfig(max_length=48, packing=kind == "packed", pad_to_multiple_of=48, **common)
-        trainer = SFTTrainer(model, options, train_dataset=data, processing_class=tokenizer())
+        options = SFTConfig(max_length=48, packing=kind in ("packed", "whole"), pad_to_multiple_of=48, **common)
+        own_loss = WholeSFTTrainer if kind == "whole" else SFTTrainer
+        trainer = own_loss(model, options, train_dataset=data, processing_class=tokenizer())
     trainer.train()
     return trainer
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=["sft", "packed", "dpo", "grpo"])
+    parser.add_argument("kind", choices=["sft", "packed", "whole", "dpo", "grpo"])
     parser.add_argument("--plain", action="store_true")
     given = parser.parse_args()
-    history = train(given.kind, "trl-run", None if given.plain else "16MiB").state.log_history
+    update = {"update": "backward"} if given.kind == "whole" else {}
+    history = train(given.kind, "trl-run", None if given.plain else "16MiB", compiled=update).state.log_history
     print("losses:", [row["loss"] for row in history if "loss" in row])

@@ -181,6 +181,7 @@ class CompiledModule(nn.Module):
                 f"expected only a device in .to() of a compiled model, found a change of {changes}. Convert the model first, "
                 "then compile it"
             )
+        self._mt_model.follow_trainer()  # which sends the model to its device before it loads the state of its optimizer
         return self
 
     def __copy__(self) -> nn.Module:

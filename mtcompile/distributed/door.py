@@ -76,6 +76,7 @@ class RanksDoor(ModelDoor):
                 "the ranks of this host update shares of each parameter, and expect an optimizer that treats each element by "
                 f"itself, such as AdamW; found {type(optimizer).__name__}. MT_RANKS_SHARE=0 gives each rank weights of its own"
             )
+        optimizer = with_hooks(optimizer)
         new = optimizer is not self.optimizer
         super().bind(optimizer)
         self._steps.optimizer = with_hooks(optimizer)

@@ -21,6 +21,7 @@ from mtcompile.capture.surroundings import Surroundings
 from mtcompile.distributed.door import RanksDoor
 from mtcompile.distributed.ranks import Ranks
 from mtcompile.errors import BudgetError, CaptureError, StepError, told_briefly
+from mtcompile.execution.calling_trainer import accelerate_goes_on, calling_trainer
 from mtcompile.execution.compiled import CompiledStep, LiveFrames
 from mtcompile.execution.elastic.replanner import follow_speeds
 from mtcompile.execution.memory.host_room import check_room
@@ -31,6 +32,7 @@ from mtcompile.execution.plain.steps import PlainSteps, may_be_plain
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, NotCompared, Program, refuse_tangents
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import free_nbytes, peak_reserved_nbytes, reservable_nbytes
+from mtcompile.optim.wholeness import is_running, parameters_of
 from mtcompile.options import Options
 from mtcompile.passes.joint.exceptions import of_all
 from mtcompile.passes.plan import Plan
@@ -95,6 +97,37 @@ class CompiledModel:
         self._at_end = weakref.finalize(model, self.release)
         self._at_end.atexit = False
 
+    def follow_trainer(self) -> None:
+        """Takes the optimizer of the trainer that calls, if it steps this model, and with ``update="backward"`` how it clips
+        and whether it goes on to add up gradients. Raises StepError where it and ``compile`` were told otherwise."""
+        trainer, model = calling_trainer(), self.door.model()
+        if trainer is None or model is None:
+            self.door.add_up(accelerate_goes_on())
+            return
+        own = set(map(id, nn.Module.parameters(model)))
+        steps = [each for each in trainer.optimizers if any(id(p) in own for p in parameters_of(each))]
+        if len(steps) != 1:
+            return
+        hooks = self.door.updates is not None or self.door.masters is not None
+        if hooks and steps[0] is not self.door.optimizer and is_running(steps[0]):
+            raise StepError(
+                f"{trainer.name} called the model within optimizer.step(), too late to bind that optimizer. Call "
+                "model.bind(optimizer), of the compiled model, where you make it, such as in configure_optimizers"
+            )
+        self.door.bind(steps[0])
+        self.door.add_up(trainer.goes_on)
+        if self.door.updates is None:
+            return
+        if trainer.by_value:
+            raise StepError(
+                f'{trainer.name} clips gradients by value after the backward, where update="backward" has used them. Expected '
+                'gradient_clip_algorithm="norm", or update="step"'
+            )
+        if self.door.updates.follow(trainer.name, trainer.max_grad_norm):
+            options = replace(self.options, updates=self.door.updates.options)
+            self.options = self.door.options = options
+            self.session.options = replace(self.session.options, updates=options.updates)
+
     def _drain(self) -> None:
         self.session.drain()
 
@@ -149,6 +182,12 @@ class CompiledModel:
             self._surroundings.check_call(model.parameters(), False)
             with self.door.training_call() if self.door.in_parts else contextlib.nullcontext():
                 return self._without_gradients(model, args, kwargs)
+        self.follow_trainer()
+        if self.door.masters is not None and self.door.optimizer is None:
+            raise StepError(
+                'precision="bf16-master32" needs the optimizer that updates the fp32 masters: pass optimizer= to compile, or '
+                "call model.bind(optimizer)"
+            )
         with self.door.training_call():
             return self._run(args, kwargs)
 

@@ -31,7 +31,7 @@ from mtcompile.options import Options
 from mtcompile.passes.analysis.state import Budgets, update_staging_nbytes
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
-from mtcompile.references import weakly
+from mtcompile.references import weakly, with_hooks
 from mtcompile.runtime.devices.arena import overlaps, span_nbytes
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import placed
@@ -61,11 +61,13 @@ class ModelDoor(Door):
         elif self.masters is not None:
             self.masters.updating = self.wholeness.updating
         self.disk: DiskState | None = None
+        self._goes_on = self._adds_up = False
         self._beside = 0  # device bytes beside the step that was planned last
         self.sent_nbytes = 0  # bytes of the arguments, which are on the device during the call
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes the optimizer that steps the model from now on."""
+        """Takes the optimizer that steps the model from now on, without a shell around it."""
+        optimizer = with_hooks(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         if self.wholeness.bind(optimizer) and self.updates is None:
             self.wholeness.watch(optimizer, masters=self.masters is not None)
             checked_before_first_step(optimizer, weakly(self._missing_state_nbytes))
@@ -74,6 +76,24 @@ class ModelDoor(Door):
         if self.updates is not None and optimizer is not self.optimizer:
             self.updates.bind(optimizer)
         self.optimizer = optimizer
+
+    @property
+    def updating(self) -> UpdatesInBackward | None:
+        """The updates of the next backward; None if it makes none, and its gradients wait for a step or another backward."""
+        return None if self._goes_on else self.updates
+
+    def add_up(self, goes_on: bool) -> None:
+        """Takes note whether another backward adds to the gradients of the next one before they are used. Raises StepError
+        where updates cannot take such sums."""
+        if self.updates is None:
+            return
+        if goes_on and (self.options.disk is not None or not self.alone):
+            what = "disk=" if self.options.disk is not None else "several ranks"
+            raise StepError(
+                f'the loop adds up gradients of several backwards, which update="backward" does not do with {what}. Expected '
+                "one backward a step: pass a batch that is k times as large, and accumulate=k to compile"
+            )
+        self._goes_on, self._adds_up = goes_on, self._adds_up or goes_on
 
     def give_back(self) -> None:
         """Gives parameters, and the state that is on disk, memory of their own."""
@@ -97,7 +117,7 @@ class ModelDoor(Door):
         if self.parameters.slabs or self.ranks_here > 1 or self.options.disk is not None or self.device.where.type == "cpu":
             return
         parameters, homes = self._parameters(), fragments.parameter_homes(problem.step)
-        gradients = 0 if self.updates is not None else sum(p.nbytes for p in parameters.values() if p.requires_grad)
+        gradients = 0 if self.updating is not None else sum(p.nbytes for p in parameters.values() if p.requires_grad)
         self.parameters.pin_ahead(homes, parameters, problem.budgets.device, gradients + self._missing_state_nbytes())
 
     def pinned_ahead_nbytes(self) -> int:
@@ -118,19 +138,20 @@ class ModelDoor(Door):
         return sum(placed(span_nbytes(parameter)) for parameter in self._parameters().values())
 
     def input_homes(self, joint: fx.GraphModule) -> InputHomes:
-        names = None if self.updates is None or not _trains(joint) else self.updates.updated_names()
+        names = None if self.updating is None or not _trains(joint) else self.updating.updated_names()
         updated, apart = fragments.with_fragments(names, joint), self.options.disk is not None
         return InputHomes(self.parameters.blocks(), updated=updated, frozen_apart=apart, experts=self.options.experts)
 
     def constraints(self, step: fx.GraphModule) -> tuple[Budgets, Mapping[str, str]]:
         state = self._optimizer_state(parameters := self._parameters())
         copies = average_copies(state, parameters)
-        updates = self.updates.plan_updates(copies) if self.updates is not None and _trains(step) else None
+        updates = self.updating.plan_updates(copies) if self.updating is not None and _trains(step) else None
         reserve, available = random_reserve_nbytes(step) + self.sent_nbytes, self._available_nbytes(step, state)
         self.host_beside = self.parameters.unread_nbytes(parameters, fragments.parameter_homes(step), self.optimizer)
         host = None if self.options.host is None else self.options.host - self.frames.host_nbytes() - self.host_beside
         state, fixed = fragments.state_with_fragments(state, step), self._fixed_homes(step)
-        budgets = Budgets(available, host, copies, reserve=reserve, updates=updates, state=state)
+        sums = (2 if self.masters is not None else 1) if self._adds_up and _trains(step) else 0  # those of masters are fp32
+        budgets = Budgets(available, host, copies, reserve=reserve, updates=updates, state=state, sums=sums)
         return budgets if self.options.disk is None else self._with_disk(budgets, step, fixed), fixed
 
     def _with_disk(self, budgets: Budgets, step: fx.GraphModule, fixed: Mapping[str, str]) -> Budgets:
@@ -195,7 +216,7 @@ class ModelDoor(Door):
         return True
 
     def may_cut_weights(self) -> bool:
-        return self.alone and (self.updates is None or is_elementwise(self.optimizer))
+        return self.alone and (self.updating is None or is_elementwise(self.optimizer))
 
     def fragments_begin(self) -> int:
         disk, parameters = self.options.disk, self.parameters
@@ -229,7 +250,7 @@ class ModelDoor(Door):
             way = "delete your tensors that share memory with parameters, such as a state_dict(): they keep these on the device"
             return BudgetError(f"{refused}\n  or {way}", refused.minimum_bytes)
         parameters, waiting = self._parameters(), self.frames.host_nbytes() + self.host_beside
-        trained = sum(p.nbytes for p in parameters.values() if p.requires_grad) if self.updates is None else 0
+        trained = sum(p.nbytes for p in parameters.values() if p.requires_grad) if self.updating is None else 0
         state = sum(self._optimizer_state(parameters).values())
         return host_error(error, self.options, waiting, trained, state, type(self.optimizer).__name__)
 
@@ -262,7 +283,7 @@ class ModelDoor(Door):
             self.masters.wrote(self.parameters.places[name].parameter)
 
     def host_kernels(self, step: fx.GraphModule) -> Mapping[str, Any]:
-        return conversions(step) | ({} if self.updates is None else self.updates.kernels(step))
+        return conversions(step) | ({} if self.updating is None else self.updating.kernels(step))
 
     def parameters_nbytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._parameters().values())
@@ -270,7 +291,9 @@ class ModelDoor(Door):
     # ---------------------------------------------------------------------------------------------- around a step that runs
 
     def plan_key(self) -> Hashable:
-        return None if self.updates is None else self.updates.parameter_ids()
+        if self.updates is None:
+            return None
+        return self.updates.parameter_ids(), self.updates.options, self._goes_on, self._adds_up
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -281,7 +304,7 @@ class ModelDoor(Door):
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Lets a forward take the place of earlier ones that wait for a backward, where that would update parameters: in one
         step, only one may."""
-        if self.updates is not None and self.updates.before_forward(inputs):
+        if self.updating is not None and self.updating.before_forward(inputs):
             for frame in self.frames.waiting():
                 if fragments.updated_by(frame.compiled.step):
                     frame.evict()
@@ -299,11 +322,13 @@ class ModelDoor(Door):
 
     @contextlib.contextmanager
     def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> Iterator[None]:
-        if self.updates is None or not (trained := fragments.updated_by(step := frame.compiled.step)):
+        trained = fragments.updated_by(step := frame.compiled.step)
+        self._goes_on = self.updates is not None and not trained  # as when the forward ran, if it has to run again
+        if self.updates is None or not trained:
             yield
             return
         outputs = [ref() for ref in frame.outputs]
-        self.updates.begin_backward(fragments.without_fragments(step), trained, outputs, tangents, node)
+        self.updates.begin_backward(fragments.without_fragments(step), trained, outputs, tangents, node, self._adds_up)
         with self.updates.running():
             yield
         self.updates.end_backward()
@@ -326,7 +351,10 @@ class ModelDoor(Door):
     def state_nbytes(self) -> dict[str, int]:
         """Returns the current bytes of weights, masters, gradients and optimizer state."""
         parameters, places = self._parameters(), self.parameters.places
-        waiting = [p for name, p in parameters.items() if name in places or p.grad is not None] if self.updates is None else ()
+        if self.updates is None:
+            waiting = [p for name, p in parameters.items() if name in places or p.grad is not None]
+        else:  # sums
+            waiting = [p for p in parameters.values() if type(p.grad) is torch.Tensor]
         nbytes = training_nbytes(parameters.values(), self.optimizer, waiting)
         return {"weights": nbytes.pop("weights"), "masters": 0 if self.masters is None else self.masters.nbytes(), **nbytes}
 

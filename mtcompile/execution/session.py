@@ -77,7 +77,7 @@ class Session:
         self.arenas = ArenaPool(device, frames, weakly(self.drain), lambda: parameters.disk)
         throttle = None if options.throttle is None else door.share_of(self.machine)
         self.runner = Runner(device, frames, self.arenas, parameters, weakref.proxy(self), throttle)
-        self._searched: dict[bytes, Searched] = {}
+        self._searched: dict[Hashable, dict[bytes, Searched]] = {}  # by what plans depend on beside the step
         self.closed = False
         self._watchdog = Watchdog()
         self.planning = threading.RLock()  # held while a plan is made: plans of one step share what is known of it
@@ -216,7 +216,8 @@ class Session:
     def _compile(self, captured: CapturedStep, beside: int) -> CompiledStep:
         self.door.before_planning()
         self.machine = self.door.share_of(known_machine(self.device, self.options))
-        target = Target(self.options, self.device, self.toolchain, self.machine, beside, self._searched)
+        searched = self._searched.setdefault(self.door.plan_key(), {})
+        target = Target(self.options, self.device, self.toolchain, self.machine, beside, searched)
         planning = progress.doing(f"planning {self.title or 'a graph'}")
         with self.planning, planning, collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):
             try:

@@ -28,6 +28,7 @@ from mtcompile.optim.own_files import beside
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import STATES
 from mtcompile.optim.training_state import numbered
+from mtcompile.optim.wholeness import is_being_wrapped
 from mtcompile.optim.written_update import (
     Row,
     class_name,
@@ -220,10 +221,18 @@ class Masters:
     # ------------------------------------------------------------------------------------------------------- the update
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update through this optimizer from now on. Raises TypeError for a class whose arithmetic is not known here."""
+        """Update through this optimizer from now on. Raises TypeError for a class whose arithmetic is not known here, and
+        StepError for state that was made or loaded before, in bf16: what it was in fp32 is lost."""
         class_name(optimizer)
         if optimizer in self._bound:  # two hooks would update twice
             return
+        for master in self:
+            state = optimizer.state.get(master.parameter, {})
+            if rounded := [key for key, value in state.items() if isinstance(value, Tensor) and value.dtype == torch.bfloat16]:
+                raise StepError(
+                    f"expected an optimizer that is bound before its first step and before load_state_dict, found {rounded[0]} "
+                    f"of {master.name} in bf16, without its fp32 values. Call model.bind(optimizer) right after it is made"
+                )
         self._bound.add(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(lambda opt, args, kwargs: self._show_gradients())
@@ -351,6 +360,8 @@ class Masters:
     def _with_masters(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Put each master beside its parameter's state."""
         entries = dict(state["state"])
+        if not entries and is_being_wrapped(optimizer):  # by a library that loads this again, by way of the device
+            return state
         for index, parameter in numbered(optimizer, state):
             if (master := self.by_parameter.get(id(parameter))) is not None:
                 self._notice_writes(master)

@@ -249,11 +249,11 @@ def _is_loading(owner: Any, load: _Load) -> bool:
     return any(
         frame.f_code.co_name == "load_state_dict"
         and (frame.f_locals.get("self") is owner or frame.f_locals.get("error_msgs") is load.errors)
-        for frame in _callers()
+        for frame in callers()
     )
 
 
-def _callers() -> Iterator[FrameType]:
+def callers() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -277,4 +277,11 @@ def has_changed(before: Versions, after: Versions) -> bool:
 
 def is_running(optimizer: torch.optim.Optimizer) -> bool:
     """Tells whether the optimizer's ``step`` is among the callers: that of a subclass, or one that calls its closure."""
-    return any(frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer for frame in _callers())
+    return any(frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer for frame in callers())
+
+
+def is_being_wrapped(optimizer: torch.optim.Optimizer) -> bool:
+    """Tells whether the constructor of Accelerate's shell around the optimizer is among the callers."""
+    constructors = (frame.f_locals for frame in callers() if frame.f_code.co_name == "__init__")
+    shells = (each for each in constructors if type(each.get("self")).__name__ == "AcceleratedOptimizer")
+    return any(each.get("optimizer") is optimizer for each in shells)

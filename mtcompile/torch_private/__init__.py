@@ -125,13 +125,14 @@ from mtcompile.torch_private.tracing import (
     within_a_graphs_mode,
     without_memory,
 )
-from mtcompile.torch_private.used_gradients import UsedGradient, on_device
+from mtcompile.torch_private.used_gradients import Clipping, UsedGradient, on_device
 
 pytree = _pytree  # as a public name
 
 __all__ = [
     "NEEDS_GRAD",
     "AllocatorPeak",
+    "Clipping",
     "DataWrites",
     "LiveBytes",
     "OtherValues",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,22 +16,77 @@ from mtcompile.errors import StepError
 _ZEROING = ("zero_", "_foreach_zero_")
 _BEFORE_ZEROING = ("grad_fn", "requires_grad", "requires_grad_", "detach_", "detach", "data")
 _ABOUT = (*_BEFORE_ZEROING, "is_sparse", "device", "dtype", "layout")  # what ``zero_grad`` asks
+_CLIPPING = ("linalg_vector_norm", "_foreach_norm", "mul_", "_foreach_mul_", "device")  # of ``clip_grad_norm_``
+_NEAR = 1e-4  # of two factors: norms may have been added up in another order
+
+
+@dataclass(slots=True)
+class Clipping:
+    """What a backward has done to its gradients that a loop would do after it, by ``clip_grad_norm_``. ``norms``: of gradients,
+    by the names of their parameters; empty if nobody asked for them. ``factor``: what all were multiplied by; None: nothing
+    was. ``is_asked``: the model was told to clip, so a loop need not. ``skips``: no update was made. ``confirmed``: the
+    parameters whose gradients the loop has multiplied by ``factor``. ``wait``: for the updates, and what they write here."""
+
+    norms: dict[str, torch.Tensor] = field(default_factory=dict)
+    factor: float | None = None
+    is_asked: bool = True
+    skips: bool = False
+    confirmed: set[str] = field(default_factory=set)
+    wait: Callable[[], None] = lambda: None
+
+    @property
+    def is_missing(self) -> bool:
+        """True if the gradients were scaled for a loop that has not asked for it."""
+        scaled = self.factor is not None and self.factor != 1.0
+        return scaled and not (self.is_asked or self.skips or self.confirmed >= self.norms.keys())
+
+    def norm_of(self, gradient: UsedGradient) -> torch.Tensor:
+        """Returns the norm of a gradient before it was clipped. Raises StepError if nobody knows it, or it is another now."""
+        self.wait()
+        if gradient.parameter_name in self.confirmed or (norm := self.norms.get(gradient.parameter_name)) is None:
+            raise StepError(gradient.why)
+        return norm
+
+    def multiply(self, gradient: UsedGradient, by: float) -> None:
+        """Notes that the loop clips a gradient. Raises StepError unless the backward has multiplied it by the same factor."""
+        self.wait()
+        if gradient.parameter_name not in self.norms or gradient.parameter_name in self.confirmed:
+            raise StepError(gradient.why)
+        factor = 1.0 if self.factor is None else self.factor
+        if by == 1.0 and (self.is_asked or factor == 1.0):
+            return
+        if not (self.skips or math.isclose(by, factor, rel_tol=_NEAR) or (math.isnan(by) and math.isnan(factor))):
+            raise StepError(
+                f"the gradients are scaled by {by:.6g} after a backward that has used them, scaled by {factor:.6g}: with "
+                'update="backward" that step has been made. Expected clip_grad_norm_ with the max_grad_norm= that compile was '
+                'given, or update="step"'
+            )
+        self.confirmed.add(gradient.parameter_name)
 
 
 class UsedGradient(torch.Tensor):
     """Stands for a gradient that has been used, with the shape, dtype and device of its parameter. Each use raises StepError,
-    also one within autograd; only setting it to zero works, which sets ``zeroed``."""
+    also one within autograd; only setting it to zero works, which sets ``zeroed``, and ``clip_grad_norm_`` where the backward
+    has done the same."""
 
     zeroed: bool
     why: str
+    parameter_name: str
+    clipping: Clipping
 
     @staticmethod
-    def __new__(cls, parameter: torch.Tensor, why: str, zeroed: bool = False) -> UsedGradient:
+    def __new__(
+        cls, parameter: torch.Tensor, why: str, zeroed: bool = False, name: str = "", clipping: Clipping | None = None
+    ) -> UsedGradient:
         gradient: UsedGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
-        gradient.zeroed, gradient.why = zeroed, why
+        gradient.zeroed, gradient.why, gradient.parameter_name, gradient.clipping = zeroed, why, name, clipping or Clipping()
         return gradient
+
+    def like(self, parameter: torch.Tensor) -> UsedGradient:
+        """Returns the same stand-in for a parameter whose memory is elsewhere now."""
+        return UsedGradient(parameter, self.why, self.zeroed, self.parameter_name, self.clipping)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"UsedGradient({self.why})"
@@ -51,6 +108,8 @@ class UsedGradient(torch.Tensor):
             for other in others:
                 other.zero_()
             return args[0]
+        if name in _CLIPPING and not any(gradient.zeroed for gradient in used):
+            return _clipped(name, func, args, kwargs or {})
         if name not in (_ABOUT if sys._getframe(1).f_code.co_name == "zero_grad" else _BEFORE_ZEROING):
             raise StepError(used[0].why)
         if name in ("detach", "detach_", "data"):
@@ -65,8 +124,26 @@ class UsedGradient(torch.Tensor):
         raise StepError(next(v.why for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, UsedGradient)))
 
 
+def _clipped(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Answers what ``clip_grad_norm_`` asks of gradients, or tells them."""
+    if name == "device":
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    gradients, operand = args[0], args[1] if len(args) == 2 else None
+    several = gradients if isinstance(gradients, (list, tuple)) else [gradients]
+    used = [gradient for gradient in several if isinstance(gradient, UsedGradient)]
+    if len(used) == len(several) and name.endswith("norm") and operand == 2.0:
+        norms = [gradient.clipping.norm_of(gradient) for gradient in used]
+        return norms if several is gradients else norms[0]
+    if len(used) == len(several) and name.endswith("mul_") and isinstance(operand, torch.Tensor):
+        for gradient in used:
+            gradient.clipping.multiply(gradient, float(operand))
+        return None if several is gradients else gradients
+    raise StepError(next(value.why for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, UsedGradient)))
+
+
 def on_device(gradient: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     """Returns a gradient where the new ``memory`` of its parameter is."""
     if isinstance(gradient, UsedGradient):
-        return UsedGradient(memory, gradient.why, gradient.zeroed)
+        return gradient.like(memory)
     return gradient.to(memory.device)

@@ -36,7 +36,8 @@ class Budgets:
     fetches read parameters on disk straight to the device; None: whichever is faster. ``exchange``: bytes of
     the host through which ranks combine gradients. ``sharing``: how many ranks of a host have the home blocks ``once`` between
     them, with their state; each rank counts an equal part of these. ``hosts``: how many have a part each of that state.
-    ``parts``: the home blocks of which each of these hosts has a part of the weights, too."""
+    ``parts``: the home blocks of which each of these hosts has a part of the weights, too. ``sums``: what gradients take that
+    several backwards add up before a step, in sizes of the parameters; 0: each step has one backward."""
 
     device: int | None = None
     host: int | None = None
@@ -58,12 +59,13 @@ class Budgets:
     once: frozenset[str] = frozenset()
     hosts: int = 1
     parts: frozenset[str] = frozenset()
+    sums: int = 0
 
     @property
     def grad_copies(self) -> int:
         """Gradients that are held between steps, in sizes of the parameters that are trained: those that wait for
-        optimizer.step()."""
-        return 1 if self.updates is None else 0
+        optimizer.step(), or for other backwards that add to them."""
+        return max(self.sums, 1 if self.updates is None else 0)
 
     @property
     def nbytes(self) -> dict[str, int | None]:

@@ -356,7 +356,7 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
         at_home = _of_largest_host(nbytes, node.meta["val"].numel(), budgets) if home in budgets.parts else nbytes
         by_home[home] = by_home.get(home, 0) + at_home + (0 if budgets.state is None else state)
         if spec.differentiable:
-            gradients[home] = gradients.get(home, 0) + (nbytes if budgets.updates is None else 0)
+            gradients[home] = gradients.get(home, 0) + nbytes * max(budgets.sums, 1 if budgets.updates is None else 0)
             estimated[home] = estimated.get(home, 0) + state
     for home, nbytes in by_home.items():
         nbytes += int(estimated.get(home, 0) * budgets.state_copies) if budgets.state is None else 0

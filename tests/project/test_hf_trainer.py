@@ -77,6 +77,156 @@ def test_a_resumed_training_has_the_same_bits_and_its_files_load_plainly(train: 
     assert history(resumed) == history(whole) and equal(weights(resumed), expected)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_grad_norm": 0.5, "eval_strategy": "steps", "eval_steps": 4, "warmup_steps": 2},
+        *(
+            pytest.param(each, marks=pytest.mark.long)
+            for each in (
+                {"max_grad_norm": 0.0, "optim": "sgd"},
+                {},
+                {"bf16": True},
+                {"weight_decay": 0.1, "optim": "adamw_torch_fused"},
+                {"max_grad_norm": 1e6},
+            )
+        ),
+    ],
+    ids=["clipped, evaluated", "never clipped", "defaults", "bf16", "decay", "hardly clipped"],
+)
+def test_updates_in_the_backward_have_the_history_of_a_plain_trainer(
+    train: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = train(str(tmp_path / "plain"), None, **QUIET, **options)
+    compiled = train(str(tmp_path / "compiled"), "2MiB", compiled={"update": "backward"}, **QUIET, **options)
+    assert history(compiled) == history(plain) and equal(weights(compiled), weights(plain))
+    assert "in the backward" in str(compiled.model.plan.updates)
+
+
+def test_a_resumed_training_with_masters_has_the_same_bits(train: Any, tmp_path: Path) -> None:
+    """The masters are those of the optimizer that the Trainer makes, and are in its file."""
+    options: dict[str, Any] = {"compiled": {"update": "backward", "precision": "bf16-master32"}, **QUIET}
+    whole = train(str(tmp_path), "2MiB", **options)
+    masters, state = mtcompile.master_parameters(whole.model), whole.optimizer.state_dict()["state"]
+    assert all(entry["exp_avg"].dtype == entry["master"].dtype == torch.float32 for entry in state.values())
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    resumed = train(str(tmp_path), "2MiB", resume=True, **options)
+    assert history(resumed) == history(whole) and equal(mtcompile.master_parameters(resumed.model), masters)
+
+
+@pytest.mark.long
+def test_masters_are_updated_as_by_plain_steps(train: Any, tmp_path: Path) -> None:
+    runs = []
+    for update in ("step", "backward"):
+        compiled = {"update": update, "precision": "bf16-master32"}
+        trainer = train(str(tmp_path / update), "2MiB", steps=4, compiled=compiled, max_grad_norm=0.0, **QUIET)
+        runs.append(([loss for loss, *_ in history(trainer)], mtcompile.master_parameters(trainer.model)))
+    assert runs[0][0] == runs[1][0] and equal(runs[0][1], runs[1][1])
+
+
+def small_trainer(kind: Any, folder: Path, compiled: dict[str, Any] | None, **options: Any) -> Any:
+    """Returns a trainer of 20 rows; with a plain model if ``compiled``, the options of ``mtcompile.compile``, is None."""
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
+    model: Any = transformers.LlamaForCausalLM(config)
+    if compiled is not None:
+        model = mtcompile.compile(model, **{"memory": "2MiB", **compiled})
+    rows = [{"input_ids": torch.arange(8) + n % 9, "labels": torch.arange(8) + n % 9} for n in range(20)]
+    options = {"save_strategy": "no", "report_to": [], "max_steps": 2, "logging_steps": 1, **QUIET, **options}
+    return kind(model, transformers.TrainingArguments(str(folder), **options), train_dataset=rows, eval_dataset=rows[:4])
+
+
+THREE: dict[str, Any] = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "max_steps": -1}  # of 10 batches
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_train_epochs": 1, "eval_strategy": "steps", "eval_steps": 2},
+        *(
+            pytest.param({"num_train_epochs": 2, **each}, marks=pytest.mark.long)
+            for each in (
+                {"max_grad_norm": 0.0, "optim": "sgd", "warmup_steps": 2},
+                {"label_smoothing_factor": 0.1, "gradient_checkpointing": True},
+            )
+        ),
+    ],
+    ids=["clipped, evaluated", "never clipped", "smoothed"],
+)
+def test_a_backward_that_updates_adds_to_gradients_of_those_before(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MT_CHECK", "1")
+    plain = small_trainer(transformers.Trainer, tmp_path, None, **THREE, **options)
+    compiled = small_trainer(transformers.Trainer, tmp_path, {"update": "backward", "memory": "60KiB"}, **THREE, **options)
+    for trainer in (plain, compiled):
+        trainer.train()
+    assert history(compiled) == history(plain) and equal(weights(compiled), weights(plain))
+    report = compiled.model.memory_report()
+    assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"] <= 60 * 2**10
+    assert "in the backward" in str(compiled.model.plan.updates)
+
+
+@pytest.mark.long
+def test_sums_of_gradients_are_added_to_masters_as_by_plain_steps(tmp_path: Path) -> None:
+    runs = []
+    for update in ("step", "backward"):
+        compiled = {"update": update, "precision": "bf16-master32"}
+        trainer = small_trainer(transformers.Trainer, tmp_path, compiled, num_train_epochs=1, max_grad_norm=0.0, **THREE)
+        trainer.train()
+        runs.append(([loss for loss, *_ in history(trainer)], mtcompile.master_parameters(trainer.model)))
+    assert runs[0][0] == runs[1][0] and equal(runs[0][1], runs[1][1])
+
+
+@pytest.mark.long
+def test_a_training_that_accumulates_goes_on_amid_an_epoch(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, **THREE}
+    runs = [small_trainer(transformers.Trainer, tmp_path, {"update": "backward"}, **options) for _ in range(2)]
+    runs[0].train()
+    for folder in tmp_path.glob("checkpoint-[468]"):
+        shutil.rmtree(folder)
+    runs[1].train(resume_from_checkpoint=True)
+    assert history(runs[0]) == history(runs[1]) and equal(weights(runs[0]), weights(runs[1]))
+
+
+@pytest.mark.long
+def test_one_model_is_trained_by_several_trainers(tmp_path: Path) -> None:
+    """Each with its own optimizer, limit of the norm, and number of backwards a step."""
+    models = []
+    for compiled in (None, {"update": "backward"}):
+        model, rows = None, []
+        for options in ({"max_grad_norm": 1.0}, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}, {"optim": "sgd"}):
+            trainer = small_trainer(transformers.Trainer, tmp_path, None if model else compiled, **options)
+            trainer.model = trainer.model_wrapped = model = model or trainer.model
+            trainer.train()
+            rows += history(trainer)
+        models.append((rows, weights(trainer)))
+    assert models[0][0] == models[1][0] and equal(models[0][1], models[1][1])
+
+
+def test_a_trainer_that_does_not_clip_as_it_was_told_is_refused(tmp_path: Path) -> None:
+    compiled: dict[str, Any] = {"update": "backward", "max_grad_norm": 0.1}
+    with pytest.raises(mtcompile.StepError, match=r"max_grad_norm=0\.1 in compile and 0\.5 in the arguments"):
+        small_trainer(transformers.Trainer, tmp_path, compiled, max_grad_norm=0.5).train()
+
+    class Never(transformers.Trainer):  # type: ignore[name-defined,misc]
+        def _clip_grad_norm(self, model: Any) -> None:
+            return None
+
+        def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+            return None
+
+    class Otherwise(transformers.Trainer):  # type: ignore[name-defined,misc]
+        def _clip_grad_norm(self, model: Any) -> Any:
+            return self.accelerator.clip_grad_norm_(model.parameters(), 0.25)
+
+    for kind, message in ((Never, "nobody clipped"), (Otherwise, "are scaled by")):
+        with pytest.raises(mtcompile.StepError, match=message):
+            small_trainer(kind, tmp_path, {"update": "backward"}, max_grad_norm=0.5).train()
+
+
 @pytest.mark.parametrize("stop", [("error", 5), pytest.param(("sigterm", 3), marks=pytest.mark.long)], ids=["error", "sigterm"])
 def test_a_training_that_saves_itself_goes_on_with_the_same_bits(train: Any, stop: tuple[str, int], tmp_path: Path) -> None:
     """With dropout, accumulation and a schedule; the checkpoint is read by a compiled and by a plain training."""
@@ -117,8 +267,9 @@ def test_a_training_that_saves_itself_goes_on_with_the_same_bits(train: Any, sto
         assert resumed.state.global_step == 10 and equal(weights(resumed), whole)
 
 
-def with_accelerate(order: str) -> list[torch.Tensor]:
-    """Losses, gradient norms and weights of a loop of Accelerate's, with accumulation, clipping and a schedule."""
+def with_accelerate(order: str, **options: Any) -> list[torch.Tensor]:
+    """Losses, gradient norms and weights of a loop of Accelerate's, with accumulation, clipping and a schedule. ``options``: of
+    ``mtcompile.compile``."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -130,10 +281,10 @@ def with_accelerate(order: str) -> list[torch.Tensor]:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     if order == "compile first":
-        model = mtcompile.compile(model, memory="40KiB", optimizer=optimizer)
+        model = mtcompile.compile(model, memory="40KiB", optimizer=optimizer, **options)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     if order == "prepare first":
-        model = mtcompile.compile(model, memory="40KiB", optimizer=optimizer)
+        model = mtcompile.compile(model, memory="40KiB", optimizer=optimizer, **options)
     rows = []
     for _ in range(6):
         with accelerator.accumulate(model):
@@ -148,7 +299,41 @@ def with_accelerate(order: str) -> list[torch.Tensor]:
     return [*rows, *(p.detach().clone() for p in accelerator.unwrap_model(model).parameters())]
 
 
-def test_accelerate_prepares_before_or_after() -> None:
+@pytest.mark.parametrize("options", [{}, {"update": "backward", "max_grad_norm": 0.5}], ids=["step", "backward"])
+def test_accelerate_prepares_before_or_after(options: dict[str, Any]) -> None:
     plain = with_accelerate("plain")
     for order in ("compile first", "prepare first"):
-        assert all(map(torch.equal, plain, with_accelerate(order)))
+        assert all(map(torch.equal, plain, with_accelerate(order, **options)))
+
+
+def test_gradients_that_a_failed_backward_has_added_to_are_of_no_use() -> None:
+    from accelerate import Accelerator
+
+    losses = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if compiles:
+            mtcompile.compile(model, memory="1MiB", optimizer=optimizer, update="backward", max_grad_norm=0.5)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        prepared, stepping = accelerator.prepare(model, optimizer)
+        for index in range(6):
+            with accelerator.accumulate(prepared):
+                batch = torch.randn(4, 8)
+                loss = (prepared(batch).square() * (float("inf") if index == 1 else 1.0)).mean()
+                if index == 1 and compiles:
+                    with pytest.raises(mtcompile.StepError, match="not finite"):
+                        accelerator.backward(loss * 1e-30)
+                    with pytest.raises(mtcompile.StepError):
+                        stepping.step()
+                if index == 1:
+                    optimizer.zero_grad()
+                    continue
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(prepared.parameters(), 0.5)
+                stepping.step()
+                stepping.zero_grad()
+                losses.append(loss.detach())
+    assert all(map(torch.equal, losses[:5], losses[5:]))

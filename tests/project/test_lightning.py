@@ -43,6 +43,39 @@ def test_the_trainer_has_plain_losses(lightning: Any, options: dict[str, Any], t
     check(*runs)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5, "max_epochs": 1},
+        pytest.param({}, marks=pytest.mark.long),
+    ],
+)
+def test_updates_in_the_backward_have_plain_losses(lightning: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    runs = []
+    for memory in (None, "2MiB"):
+        torch.manual_seed(1)
+        update, quiet = {"update": "backward"}, {"accelerator": "cpu", "enable_checkpointing": False}
+        runs.append(lightning.train(str(tmp_path), memory, compiled=update, **quiet, **options))
+    check(*runs)
+    assert "in the backward" in str(runs[1][0].plan.updates)
+
+
+def test_what_updates_in_the_backward_cannot_follow_is_refused(lightning: Any, tmp_path: Path) -> None:
+    update, quiet = {"update": "backward"}, {"accelerator": "cpu", "enable_checkpointing": False, "max_epochs": 1}
+    by_value = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
+    with pytest.raises(mtcompile.StepError, match="by value"):
+        lightning.train(str(tmp_path), "2MiB", compiled=update, **quiet, **by_value)
+
+    class Unbound(lightning.Module):  # type: ignore[name-defined, misc]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    module = Unbound(lightning.model("2MiB", compiled=update))
+    trainer = lightning.lightning.Trainer(default_root_dir=tmp_path, logger=False, enable_progress_bar=False, **quiet)
+    with pytest.raises(mtcompile.StepError, match="configure_optimizers"):
+        trainer.fit(module, lightning.data())
+
+
 @pytest.mark.long
 def test_a_module_that_calls_itself_may_be_compiled_as_a_whole(lightning: Any, tmp_path: Path) -> None:
     class Whole(lightning.Module):  # type: ignore[name-defined, misc]

@@ -56,6 +56,22 @@ def test_the_history_is_that_of_a_plain_model(kind: str, options: dict[str, Any]
     assert equal(weights(again), weights(compiled.model))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps": 1, "layers": 1, "gradient_checkpointing": False},
+        pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.long),
+        pytest.param({"max_grad_norm": 0.0}, marks=pytest.mark.long),
+    ],
+)
+def test_with_the_loss_of_the_model_updates_are_in_the_backward(options: dict[str, Any], tmp_path: Path) -> None:
+    train = example("trl_trainers").train
+    plain = train("whole", str(tmp_path / "plain"), None, **QUIET, **options)
+    compiled = train("whole", str(tmp_path / "compiled"), "16MiB", compiled={"update": "backward"}, **QUIET, **options)
+    assert history(compiled) == history(plain) and equal(weights(compiled.model), weights(plain.model))
+    assert "in the backward" in str(compiled.model.plan.updates) and not compiled.model.plan.notes
+
+
 @pytest.mark.long
 def test_a_reference_model_that_trl_loads_from_the_folder_is_used(tmp_path: Path) -> None:
     trl, own = pytest.importorskip("trl"), example("trl_trainers")

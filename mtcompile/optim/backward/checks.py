@@ -26,10 +26,11 @@ _BY_PARAMETER = (
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise TypeError for a class that looks at several parameters at once, or that is not torch's."""
-    if not any(type(optimizer) is getattr(torch.optim, name, None) for name in _BY_PARAMETER):
+    kind = type(optimizer)
+    if not any(kind is getattr(torch.optim, name, None) for name in _BY_PARAMETER):
         raise TypeError(
             f'expected one of torch.optim.{", ".join(_BY_PARAMETER)} with update="backward", found '
-            f'{type(optimizer).__name__}: its update may need all gradients at once. Use update="step"'
+            f'{kind.__module__}.{kind.__name__}: its update may need all gradients at once. Use update="step"'
         )
 
 
@@ -59,13 +60,13 @@ def check_memory(inputs: Mapping[str, Tensor], updated: Set[str]) -> None:
         )
 
 
-def check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise StepError for parameters that do not require gradients any more, for gradients from elsewhere, and for hooks that
-    would not be called."""
+def check_parameters(parameters: Mapping[str, nn.Parameter], adds_up: bool) -> None:
+    """Raise StepError for parameters that do not require gradients any more, for gradients from elsewhere unless this backward
+    ``adds_up``, and for hooks that would not be called."""
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             raise StepError(f"{name} was frozen between this forward and its backward; freeze it before the forward")
-        if parameter.grad is not None and not isinstance(parameter.grad, torch_private.UsedGradient):
+        if not adds_up and parameter.grad is not None and not isinstance(parameter.grad, torch_private.UsedGradient):
             raise StepError(f'{name} has a gradient already; with update="backward" there are none. Set it to None first')
         if parameter._backward_hooks or torch_private.accumulation_hooks(parameter):
             raise StepError(f'{name} has a gradient hook, which update="backward" would not call; remove it')

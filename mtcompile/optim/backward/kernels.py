@@ -25,7 +25,7 @@ from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.optim.written_update import count_step
 from mtcompile.passes.step_graph import Fragment, gradient_norms, gradient_scale, update
 from mtcompile.runtime.optim import host_kernels
-from mtcompile.torch_private import gradient_norm, total_norm
+from mtcompile.torch_private import Clipping, gradient_norm, total_norm
 
 
 class Shares(Protocol):
@@ -66,7 +66,9 @@ class Backward:
     host updates after those of its current update, in order. ``cast_rooms``: by thread, for gradients on the
     host that are cast for their norm, until all norms are there. ``has_updated``: whether anything but what is on disk
     has changed. ``entries``: of parameters on disk whose updates have begun, their entries in the optimizer before;
-    ``carried_nbytes``: of the disk, then.
+    ``carried_nbytes``: of the disk, then. ``clipping``: for a loop that clips; ``notes_norms``: whether it wants norms of
+    gradients whose updates do not need them. ``sums``: by the names of parameters, of gradients of backwards before this one in
+    its step; ``added``: the parameters and fragments whose gradients are in them now.
     """
 
     number: int
@@ -88,6 +90,10 @@ class Backward:
     coming: Sequence[str] = ()
     cast_rooms: dict[int, Tensor] = field(default_factory=dict)
     entries: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    added: set[str] = field(default_factory=set)
+    clipping: Clipping = field(default_factory=Clipping)
+    notes_norms: bool = False
     carried_nbytes: int = 0
 
     def begin_on_disk(self, disk: DiskState, parameter: nn.Parameter) -> None:
@@ -112,6 +118,22 @@ class Backward:
         return True
 
 
+def summed(backward: Backward, names: Sequence[str], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the gradients of a whole step: each is added to those of backwards before, in place, once."""
+    parts = {} if backward.fragments is None else backward.fragments.parts
+    whole = []
+    for name, grad in zip(names, grads, strict=True):
+        part = parts.get(name)
+        held = backward.sums.get(name if part is None else part.parameter)
+        if held is not None:
+            held = held if part is None else held[part.start : part.end]
+            if name not in backward.added:
+                held.add_(grad)
+                backward.added.add(name)
+        whole.append(grad if held is None else held)
+    return whole
+
+
 def entry_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a parameter's entry in an optimizer as it is now: what is counted, such as steps, is a copy."""
     return {key: value.clone() if isinstance(value, Tensor) and not value.dim() else value for key, value in state.items()}
@@ -119,6 +141,10 @@ def entry_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _norms(backward: Backward, names: tuple[str, ...], *grads: Tensor) -> tuple[Tensor]:
     """Each gradient's norm as torch.nn.utils.clip_grad_norm_ has it, except that it is fp32 where there are fp32 masters."""
+    return (_norms_of(backward, summed(backward, names, grads)),)
+
+
+def _norms_of(backward: Backward, grads: Sequence[Tensor]) -> Tensor:
     result = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
     casts = [backward.masters is not None and g.dtype != torch.float32 and g.device.type == "cpu" for g in grads]
     largest = max((g.numel() for g, is_cast in zip(grads, casts, strict=True) if is_cast), default=0)
@@ -132,7 +158,7 @@ def _norms(backward: Backward, names: tuple[str, ...], *grads: Tensor) -> tuple[
             g = torch.as_strided(room, g.shape, torch.empty_like(g, device="meta").stride()).copy_(g)
         norm = gradient_norm(g) if backward.masters is None else torch.linalg.vector_norm(g, dtype=torch.float32)
         norms.append(norm.to(result))
-    return (torch.stack(norms),)
+    return torch.stack(norms)
 
 
 def _clip_factor(backward: Backward, names: tuple[str, ...], *norms: Tensor) -> tuple[Tensor]:
@@ -142,18 +168,33 @@ def _clip_factor(backward: Backward, names: tuple[str, ...], *norms: Tensor) -> 
     backward.cast_rooms.clear()
     joined = torch.cat(norms)
     by_name = dict(zip(names, joined, strict=True))
-    parameters = [(by_name[name], p.detach()) for name, p in backward.parameters.items() if name in by_name]
-    if backward.masters is not None:
-        total = torch.linalg.vector_norm(torch.stack([norm for norm, _ in parameters]))
+    wide = backward.masters is not None
+    parameters = {name: p.detach() for name, p in backward.parameters.items() if name in by_name}
+    own = {name: by_name[name] if wide else by_name[name].to(p.dtype) for name, p in parameters.items()}
+    if wide:
+        total = torch.linalg.vector_norm(torch.stack([*own.values()]))
     else:
-        total = total_norm([norm.to(p.dtype) for norm, p in parameters], [p for _, p in parameters]).cpu()
+        total = total_norm([*own.values()], [*parameters.values()]).cpu()
     backward.grad_norm = float(total)
+    backward.clipping.norms.update(own)
     if not math.isfinite(backward.grad_norm):
         first = next((name for name in names if not math.isfinite(float(by_name[name]))), names[0])
         _handle_nonfinite(backward, first, _NOTHING)
+    backward.clipping.skips = backward.skips
     if limit is None:
         return (joined.new_ones(()),)
-    return ((limit / (total + 1e-6)).clamp(max=1.0).to(joined.dtype),)
+    factor = (limit / (total + 1e-6)).clamp(max=1.0).to(joined.dtype)
+    backward.clipping.factor = float(factor)
+    return (factor,)
+
+
+def _note_norms(backward: Backward, names: tuple[str, ...], grads: Sequence[Tensor]) -> None:
+    """Notes the norms of gradients that are about to be used; that of fragments, of their parameter."""
+    noted, parts = backward.clipping.norms, {} if backward.fragments is None else backward.fragments.parts
+    for name, norm in zip(names, _norms_of(backward, grads).cpu(), strict=True):
+        whole = parts[name].parameter if name in parts else name
+        norm = torch.linalg.vector_norm(torch.stack([noted[whole], norm])) if whole in noted else norm
+        noted[whole] = norm if backward.masters is not None else norm.to(backward.parameters[whole].dtype)
 
 
 def _handle_nonfinite(backward: Backward, name: str, changed: str) -> None:
@@ -179,6 +220,9 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
     parameters, grads, factors = values[:count], list(values[count : 2 * count]), values[2 * count :]
     if backward.skips:
         return parameters
+    grads = summed(backward, names, grads)
+    if backward.notes_norms and not backward.options.needs_all_gradients:
+        _note_norms(backward, names, grads)
     factor = factors[0] if factors and backward.options.max_grad_norm is not None else None
     masters, checked = backward.masters, not backward.options.needs_all_gradients
     fragments = {} if backward.fragments is None else backward.fragments.parts

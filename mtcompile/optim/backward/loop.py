@@ -46,6 +46,7 @@ USED = (
     'compile: max_grad_norm= in place of clip_grad_norm_, accumulate=k to add up gradients, or update="step" for all else'
 )
 
+FAILED = "a backward failed while it added to this gradient, which is no whole sum; expected zero_grad() before anything else"
 
 _FOLLOWED: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Loop]] = weakref.WeakKeyDictionary()
 
@@ -65,6 +66,7 @@ class Loop:
         self._hidden: list[tuple[nn.Parameter, UsedGradient]] = []  # from the optimizer's own step, while it runs
         self._optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[Any] = []  # of the optimizer, that before a step first
+        self._clipping = torch_private.Clipping()  # of the last backward
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Follows this optimizer from now on. Raises StepError between a backward and its step, and for an optimizer that
@@ -150,15 +152,24 @@ class Loop:
                     "plain PyTorch would update it with zeros. Call zero_grad(), which sets gradients to None"
                 )
 
-    def used(self, trained: Mapping[str, nn.Parameter], ended: bool) -> None:
-        """Notes a backward that has updated these parameters. ``ended``: False if updates still run."""
-        for parameter in trained.values():
-            parameter.grad = UsedGradient(parameter, USED)
+    def used(self, trained: Mapping[str, nn.Parameter], ended: bool, clipping: torch_private.Clipping) -> None:
+        """Notes a backward that has updated these parameters. ``ended``: False if updates still run. ``clipping``: what it has
+        done for a loop that clips."""
+        self._clipping = clipping
+        for name, parameter in trained.items():
+            parameter.grad = UsedGradient(parameter, USED, name=name, clipping=clipping)
         self._used, self.stepped, self._left, self._writes = trained, False, None, None
         if ended:
             self.updated()
         if self._optimizer is not None and not is_running(self._optimizer):  # else torch is going through the hooks
             torch_private.move_hook(self._hooks[0], last=True)  # those of the user's run while the gradients are not hidden
+
+    def failed(self, trained: Mapping[str, nn.Parameter]) -> None:
+        """Notes a backward that has updated nothing, but has added to gradients of backwards before: they are no sums now."""
+        for parameter in trained.values():
+            if parameter.grad is not None:
+                parameter.grad = UsedGradient(parameter, FAILED)
+        self._used, self._left, self._writes = trained, None, None
 
     def updated(self) -> None:
         """Notes that the updates of the last backward have ended, before anybody else changes what they have changed."""
@@ -246,6 +257,12 @@ class Loop:
                     'gradients: with update="backward" they have been used. Register it before backward()'
                 )
             self._check_step(optimizer)
+            if self._clipping.is_missing:
+                raise StepError(
+                    f"optimizer.step() was called and nobody clipped gradients, which this backward has scaled by "
+                    f"{self._clipping.factor:.6g} as the arguments of the trainer say. Expected clip_grad_norm_ with its "
+                    'max_grad_norm; set that to 0, or use update="step"'
+                )
         elif left := [name for name, parameter in self._used.items() if isinstance(parameter.grad, UsedGradient)]:
             raise StepError(
                 f"optimizer.step() was called without a backward since the last step or load, and {left[0]} still has a "
@@ -278,7 +295,7 @@ def _put_in_plain_order(optimizer: torch.optim.Optimizer) -> None:
 def _show(hidden: Iterable[tuple[nn.Parameter, UsedGradient]]) -> None:
     for parameter, gradient in hidden:
         if parameter.grad is None:
-            parameter.grad = UsedGradient(parameter, gradient.why, gradient.zeroed)  # it may have moved to another device
+            parameter.grad = gradient.like(parameter)  # it may have moved to another device
 
 
 def check_others(trained: Mapping[str, nn.Parameter], known: Collection[int], node: Any) -> None:

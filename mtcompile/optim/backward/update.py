@@ -12,6 +12,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class UpdatesInBackward:
     """Updates of one model's parameters in its backward: their options, and the state of the backward that runs or ran last.
 
     ``wholeness``: of the model, which an error after the first update spoils. ``where``: it computes, beside updates.
+    ``follows``: whether the limit of the norm is a trainer's, which clips by hand and logs the norms that ``notes_norms``
+    asks for.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class UpdatesInBackward:
         self.disk: DiskState | None = None
         self.shares: Shares | None = None
         self.loop = Loop(wholeness, self._check_step)
+        self.notes_norms = self.follows = False
         self._backward: Backward | None = None
         self._ended: Backward | None = None
         self._threads = torch.get_num_threads()
@@ -69,6 +73,20 @@ class UpdatesInBackward:
         check_optimizer(optimizer)
         self.loop.bind(optimizer)
         self.optimizer = optimizer
+
+    def follow(self, name: str, max_grad_norm: float | None) -> bool:
+        """Clips as the trainer of that ``name`` will, and notes norms for it. Tells whether options have changed. Raises
+        StepError if the model was told to clip otherwise."""
+        self.notes_norms, told = True, None if self.follows else self.options.max_grad_norm
+        if told is not None and max_grad_norm not in (None, told):
+            raise StepError(
+                f"expected one limit of the gradients' norm, found max_grad_norm={told:g} in compile and {max_grad_norm:g} in "
+                f"the arguments of {name}; leave it out of compile"
+            )
+        if told is not None or max_grad_norm == self.options.max_grad_norm:
+            return False
+        self.follows, self.options = True, replace(self.options, max_grad_norm=max_grad_norm)
+        return True
 
     def release(self) -> None:
         """Forgets the last backward."""
@@ -144,12 +162,15 @@ class UpdatesInBackward:
         if torch.get_num_threads() != backward.threads:
             torch.set_num_threads(backward.threads)
         with self.marking_failure(), torch.no_grad():
-            if coming is None:
-                return kernel(backward, names, *values)
-            backward.coming = coming
+            if coming is not None:
+                backward.coming = coming
             updated = kernel(backward, names, *values)
-            if not coming and self.disk is not None:
-                self.disk.finish()
+            for name in names if kernel is KERNELS[update] else ():
+                backward.sums.pop(name, None)
+            if coming is not None and not coming:
+                backward.cast_rooms.clear()
+                if self.disk is not None:
+                    self.disk.finish()
             return updated
 
     # -------------------------------------------------------------------------------------------------- of one backward
@@ -179,11 +200,13 @@ class UpdatesInBackward:
         outputs: Sequence[Tensor | None],
         tangents: Sequence[Tensor | None],
         node: Any,
+        adds_up: bool,
     ) -> None:
         """Check everything before a backward, while nothing has changed, and note the optimizer's options.
 
         ``planned``: the names of the optimizer's parameters when the forward ran; ``trained``: of those that the backward
-        updates; ``outputs``: those that are still alive; ``node``: the backward's, in autograd's graph. Raises StepError.
+        updates; ``outputs``: those that are still alive; ``node``: the backward's, in autograd's graph; ``adds_up``: its
+        gradients are added to those of backwards before. Raises StepError.
         """
         self._wholeness.check()
         self._check_disk()
@@ -199,7 +222,7 @@ class UpdatesInBackward:
                 f'{called} was called; with update="backward" all gradients are used as they arrive, and nothing was changed. '
                 'Call backward() without inputs, or use update="step"'
             )
-        check_parameters(updated)
+        check_parameters(updated, adds_up)
         check_others(updated, {id(p) for p in (*nn.Module.parameters(model), *parameters_of(optimizer))}, node)
         groups: dict[int, tuple[int, Mapping[str, Any]]] = {}
         for index, group in enumerate(optimizer.param_groups):
@@ -209,12 +232,28 @@ class UpdatesInBackward:
             self.masters.check(optimizer, parameters.values())
         if self.options.run_ahead:
             let_wait(optimizer, weakly(self._wait))
+        sums = self._sums(parameters, updated)
         check_loss(outputs, tangents, self.options.nonfinite)  # last, since a GPU computes beside the other checks until here
         self._backward = Backward(
             self._wholeness.steps + 1, self.options, optimizer, self.masters, parameters, groups, self._threads, self.grad_norm
         )
-        self._backward.trained = updated
+        self._backward.trained, self._backward.sums = updated, sums
+        self._backward.clipping = torch_private.Clipping(is_asked=not self.follows, wait=weakly(self._wait))
+        self._backward.notes_norms = self.notes_norms
         self._backward.disk, self._backward.shares = self.disk, self.shares
+
+    def _sums(self, parameters: Mapping[str, nn.Parameter], updated: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        """Returns the gradients of backwards before, by the names of their parameters. Raises StepError if the norm is of some
+        that this backward has no part of."""
+        if self.masters is not None:
+            self.masters.widen(updated.values())
+        held = {name: p.grad for name, p in parameters.items() if type(p.grad) is torch.Tensor}
+        if (left := held.keys() - updated.keys()) and (self.options.needs_all_gradients or self.notes_norms):
+            raise StepError(
+                f'{min(left)} has a gradient of a backward before this one, and none of this one; with update="backward" only '
+                'gradients of the last backward of a step are clipped, and nothing was changed. Use update="step"'
+            )
+        return {name: gradient for name, gradient in held.items() if name in updated}
 
     def _wait(self) -> None:
         self._wholeness.drain()
@@ -239,7 +278,7 @@ class UpdatesInBackward:
         assert self._backward is not None
         self._ended = self._backward
         self._wholeness.steps += 1
-        self.loop.used(self._backward.trained, ended=not self.options.run_ahead)
+        self.loop.used(self._backward.trained, not self.options.run_ahead, self._backward.clipping)
         for notice in () if self.disk is None else self.disk.store.spares.new_notices():
             warnings.warn(notice, stacklevel=2)
 
@@ -266,6 +305,8 @@ class UpdatesInBackward:
             if self._backward is not None and not self._backward.undo():
                 tell_what_changed(error)
                 self._spoil_amid(error)
+            elif self._backward is not None and self._backward.added:
+                self.loop.failed(self._backward.trained)
             raise
 
     def failed_behind(self) -> None:
