@@ -19,7 +19,8 @@ from mtcompile.capture import tracing
 from mtcompile.capture.stamping.blocks import FEWEST, TRACED, selection_of, structure
 from mtcompile.capture.tracing import trace_joint
 from mtcompile.errors import CaptureError
-from mtcompile.models.decoders import SHAPES, Decoder, Shape, fake
+from mtcompile.models.decoders import Decoder, fake
+from mtcompile.models.shapes import SHAPES, Shape
 from mtcompile.passes.graph_json import graph_to_json
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.step_graph import kernel_of, regions

@@ -53,8 +53,8 @@ class Segments:
     ``calls``: the graph without its inputs and output. ``inner``: the segments of the inner blocks, in order. ``spots``: where
     calls and inputs are, also in the outer blocks, where they are as far from the inner ones as if these went on. ``reads``:
     (phase, inner block, key) -> what such a call reads. ``results``: (kind of result, input or output within its block) -> what
-    is returned for it. ``numbers``: by how much the ``seq_nr`` of a block are above those of the block before. ``numbered``: the
-    calls, by (phase, key), whose ``seq_nr`` is not the same in all blocks. ``highest``: the highest in each inner block's
+    is returned for it. ``numbers``: by how much the ``seq_nr`` of a block are above those of the block before. ``numbered``:
+    the calls, by (phase, key), whose ``seq_nr`` is not the same in all blocks. ``highest``: the highest in each inner block's
     forward.
     """
 
