@@ -28,7 +28,7 @@ import mtcompile
 from benchmarks.decoder import build
 from benchmarks.run import about
 from mtcompile import checkpoint
-from mtcompile.models.decoders import Shape
+from mtcompile.models.shapes import Shape
 
 ROUNDS = 7
 _PIECE = 1 << 23

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from mtcompile.models.decoders import Decoder, Shape
+from mtcompile.models.decoders import Decoder
+from mtcompile.models.shapes import Shape
 
 
 class Checkpointed(Decoder):
@@ -41,7 +42,7 @@ def _again(part: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 def build(shape: Shape, device: torch.device, seed: int = 0) -> Checkpointed:
     """On the host, its weights drawn on ``device``, which is faster; the same for the same device."""
     with torch.device("meta"):
-        model = Checkpointed(shape).to(shape.dtype)
+        model = Checkpointed(shape).to(shape.torch_dtype)
     model = model.to_empty(device="cpu")
     if shape.tied:  # which that undoes
         model.head.weight = model.embed.weight

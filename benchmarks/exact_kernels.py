@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 import mtcompile
 from benchmarks.run import about
-from mtcompile.models.decoders import Decoder, Shape
+from mtcompile.models.decoders import Decoder
+from mtcompile.models.shapes import Shape
 
 DECODERS = {
     "decoder-256": (Shape(256, 768, 4, 4, 2, 1024, head_dim=64, dtype=torch.bfloat16), 4, 128),

@@ -22,7 +22,8 @@ import mtcompile
 from benchmarks.models import Case, make
 from mtcompile.capture.tracing import trace
 from mtcompile.machine.presets import PRESETS
-from mtcompile.models.decoders import SHAPES, fake
+from mtcompile.models.decoders import fake
+from mtcompile.models.shapes import SHAPES
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.problem import Planned, PlanningProblem

@@ -18,7 +18,8 @@ from pathlib import Path
 from benchmarks.run import about
 from mtcompile.forecast.result import Forecast
 from mtcompile.forecast.solve import plan
-from mtcompile.models.decoders import SHAPES, parameter_counts
+from mtcompile.models.decoders import parameter_counts
+from mtcompile.models.shapes import SHAPES
 
 SEQ, BATCHES = 4096, (16, 8, 4, 2, 1)
 MODELS = ("qwen3-4b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "llama-70b")

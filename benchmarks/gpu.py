@@ -68,7 +68,8 @@ def fixtures() -> bool:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from mtcompile.capture.tracing import trace
-    from mtcompile.models.decoders import SHAPES, fake
+    from mtcompile.models.decoders import fake
+    from mtcompile.models.shapes import SHAPES
     from mtcompile.passes.graph_json import graph_to_json
 
     FIXTURES.mkdir(exist_ok=True)

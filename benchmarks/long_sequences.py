@@ -19,7 +19,8 @@ from torch import nn
 
 import mtcompile
 from benchmarks.cases import measure_cases
-from mtcompile.models.decoders import Decoder, Shape
+from mtcompile.models.decoders import Decoder
+from mtcompile.models.shapes import Shape
 from mtcompile.passes.analysis.cost import Machine
 
 GROUP = 64  # tokens of a tile

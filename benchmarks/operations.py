@@ -25,7 +25,8 @@ from mtcompile.kernels.zeros.run import zeros_of
 from mtcompile.machine.device import choose
 from mtcompile.machine.presets import machine_of
 from mtcompile.machine.timing import waiter
-from mtcompile.models.decoders import SHAPES, fake
+from mtcompile.models.decoders import fake
+from mtcompile.models.shapes import SHAPES
 from mtcompile.passes.analysis.cost import Machine, node_cost
 from mtcompile.passes.step_graph import is_view, kernel_of, regions
 from mtcompile.torch_private import without_memory

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtcompile.models.decoders import Shape
+from mtcompile.models.shapes import Shape
 
 LR = 1e-4
 _WORLD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
@@ -126,7 +126,7 @@ def _transformers_model(shape: Shape) -> nn.Module:
         tie_word_embeddings=shape.tied,
         attn_implementation="sdpa",
     )
-    made: nn.Module = transformers.LlamaForCausalLM(config).to(shape.dtype)
+    made: nn.Module = transformers.LlamaForCausalLM(config).to(shape.torch_dtype)
     return made
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import models
-from mtcompile.models.decoders import Block, Shape
+from mtcompile.models.decoders import Block
+from mtcompile.models.shapes import Shape
 
 
 class Vit(nn.Module):

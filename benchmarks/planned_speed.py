@@ -24,7 +24,7 @@ from benchmarks.cases import measure_cases
 from benchmarks.decoder import build, text
 from benchmarks.models import Case, make
 from benchmarks.plan_quality_models import Moe, Unet, Vit
-from mtcompile.models.decoders import Shape
+from mtcompile.models.shapes import Shape
 from mtcompile.passes.analysis.cost import Machine
 
 POLICY, SEARCHED = "megatrain", "fastest"

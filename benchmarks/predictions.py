@@ -38,7 +38,7 @@ import mtcompile
 from benchmarks.decoder import build, text
 from benchmarks.models import Case, make
 from benchmarks.run import about
-from mtcompile.models.decoders import Shape
+from mtcompile.models.shapes import Shape
 from mtcompile.passes.analysis.cost import Machine
 
 WARMUPS, STEPS = 2, 5  # after one step that compiles and measures the peak

@@ -23,7 +23,8 @@ import torch
 
 from mtcompile.capture.tracing import Traced, trace
 from mtcompile.machine.presets import PRESETS
-from mtcompile.models.decoders import FORMULA, SHAPES, fake, model_flops
+from mtcompile.models.decoders import FORMULA, fake, model_flops
+from mtcompile.models.shapes import SHAPES
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.planning.candidates import Candidates

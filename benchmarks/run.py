@@ -31,7 +31,8 @@ from typing import Any
 
 from benchmarks import training
 from benchmarks.training import Training
-from mtcompile.models.decoders import FORMULA, SHAPES
+from mtcompile.models.decoders import FORMULA
+from mtcompile.models.shapes import SHAPES
 
 WARMUPS, ROUNDS = 1, 5  # after two steps that compile and measure the peak
 _FEWEST_S = 60  # left, to start another

@@ -25,7 +25,8 @@ from benchmarks import outside
 from benchmarks.decoder import Checkpointed, build, text
 from mtcompile import torch_private
 from mtcompile.machine.device import allocator_peak
-from mtcompile.models.decoders import SHAPES, Shape, model_flops, parameter_counts
+from mtcompile.models.decoders import model_flops, parameter_counts
+from mtcompile.models.shapes import SHAPES, Shape
 
 WARMUPS, STEPS = 3, 5
 _SLOW_S, _FEW = 30.0, (1, 3)  # where a step takes longer, so many warm-ups and steps instead
@@ -246,9 +247,8 @@ def measure(name: str, peer: str, memory: int | None) -> dict[str, Any]:
 
 def _attention(shape: Shape, seq: int, device: torch.device) -> str:
     """The backend that torch chooses for attention here."""
-    q, k = (
-        torch.empty(1, heads, seq, shape.head_dim, dtype=shape.dtype, device=device) for heads in (shape.heads, shape.kv_heads)
-    )
+    options: Any = {"dtype": shape.torch_dtype, "device": device}
+    q, k = (torch.empty(1, heads, seq, shape.head_dim, **options) for heads in (shape.heads, shape.kv_heads))
     return torch_private.attention_backend(q, k, k)
 
 

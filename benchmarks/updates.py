@@ -30,7 +30,7 @@ import torch
 import mtcompile
 from benchmarks.decoder import build, text
 from benchmarks.run import about
-from mtcompile.models.decoders import Shape
+from mtcompile.models.shapes import Shape
 from mtcompile.passes.analysis.cost import Machine
 
 LAYERS = (6, 8, 10)

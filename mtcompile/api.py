@@ -22,13 +22,14 @@ from mtcompile.machine.presets import named
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.precision import precision_named
 from mtcompile.optim.update_options import update_options
-from mtcompile.options import FASTEST, Options, Size, parse_bytes, parse_disk
+from mtcompile.options import FASTEST, Options, parse_disk
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan
 from mtcompile.references import is_weak
 from mtcompile.report.live_timeline import Viewable, timelines, view
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.trace import Trace
+from mtcompile.sizes import Size, parse_bytes
 
 if TYPE_CHECKING:
     from mtcompile.report.explanation import Explanation

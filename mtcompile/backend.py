@@ -24,11 +24,12 @@ from mtcompile.execution.placement import budget_error, conversions, random_rese
 from mtcompile.execution.program import Program
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import choose
-from mtcompile.options import Options, parse_bytes
+from mtcompile.options import Options
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.problem import DoesNotFit
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.sizes import parse_bytes
 from mtcompile.torch_private import noting_arguments_of_checkpoints
 
 _OPTIONS = ("activation_memory", "offload", "kernels", "loss_chunks", "tiles")

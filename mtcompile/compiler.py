@@ -21,8 +21,8 @@ import torch
 from torch import fx
 
 from mtcompile import cache, knobs, progress, torch_private
-from mtcompile.capture.description import Description
-from mtcompile.capture.joint import Tangents, compare_with_whole, joint_graph, joint_key
+from mtcompile.capture.description import Description, Tangents
+from mtcompile.capture.joint import compare_with_whole, joint_graph, joint_key
 from mtcompile.capture.program_key import program_key
 from mtcompile.capture.refusals import in_micro_batches
 from mtcompile.errors import BudgetError, CaptureError, PassError

@@ -1,8 +1,7 @@
-"""The options of a compiled callable, checked once, and sizes as people write them."""
+"""The options of a compiled callable, checked once."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,22 +13,12 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.cuts.form import Allowed, Form
 from mtcompile.passes.planning.policies import KEEP_STATE, POLICIES
 from mtcompile.passes.planning.search import EFFORTS
+from mtcompile.sizes import parse_bytes
 
 KERNELS = ("auto", "eager", "exact", "inductor")
 FETCHED = ("auto", "used", "all")  # which experts, and which rows of embeddings
 FRAGMENTS = ("auto", "exact", "split")  # which weights may be cut: where no sum is split, if nothing fits else or always; any
 FASTEST = "fastest"  # the policy that searches
-_UNITS = {
-    "": 1, "b": 1,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
-
-MOST = (1 << 63) - 1  # bytes that sizes and places in files may have
-_LONGEST = 40  # characters of a size that a message repeats
-FEWEST = 1024  # bytes: a smaller number without a unit probably means GiB
-
-Size = str | int | float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,27 +175,3 @@ def parse_disk(disk: str | None) -> DiskBudget | None:
     knobs.disk_direct()  # a wrong value is an error here, not in the first step
     spare = knobs.disk_spare()
     return DiskBudget(Path(folder).expanduser(), nbytes, Path(spare).expanduser() if spare else None)
-
-
-def parse_bytes(size: Size, option: str = "") -> int | None:
-    """Converts a size such as ``"16GiB"``, ``"16GB"`` or a number to bytes; None stays None. Raises ValueError, which names the
-    ``option``."""
-    if size is None:
-        return None
-    place = f"{option}: " if option else ""
-    given = repr(size) if len(str(size)) <= _LONGEST else f"one of {len(str(size))} characters"
-    if isinstance(size, (int, float)) and not isinstance(size, bool):
-        if not 0 < size <= MOST:  # nan too
-            raise ValueError(f"{place}expected a size above zero, and below 8 EiB, found {given}")
-        return int(size)
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    if match is None or match.group(2).lower() not in _UNITS or float(match.group(1)) <= 0:
-        raise ValueError(f'{place}expected a size such as "16GiB", "16GB" or a number of bytes, found {given}')
-    exact = float(match.group(1)) * _UNITS[match.group(2).lower()]
-    if exact > MOST:
-        raise ValueError(f'{place}expected a size below 8 EiB, such as "16GiB", found {given}')
-    nbytes = int(exact)
-    if not match.group(2) and nbytes < FEWEST:
-        meant = f'did you mean "{match.group(1)}GiB"? For bytes write "{match.group(1)}B"'
-        raise ValueError(f'{place}expected a size such as "16GiB", "16GB" or a number of bytes, found {given}; {meant}')
-    return nbytes

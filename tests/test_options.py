@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import mtcompile
-from mtcompile.options import parse_bytes
+from mtcompile.sizes import parse_bytes
 
 
 @pytest.mark.parametrize("size", ["16GiB", "16GB", 17179869184, "1.5 MiB"])

@@ -22,6 +22,10 @@ from mtcompile.torch_private.plain_torch import Question
 
 _CPU = torch.device("cpu")
 
+# Which computed outputs receive a gradient, and with which strides (True: those that torch chooses); for inference, None.
+Pattern = tuple[bool | tuple[int, ...], ...]
+Tangents = Pattern | None
+
 
 @dataclass(frozen=True, slots=True)
 class Description:

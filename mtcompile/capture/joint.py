@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mtcompile import torch_private
-from mtcompile.capture.description import Description, autocast_state
+from mtcompile.capture.description import Description, Tangents, autocast_state
 from mtcompile.capture.effects import changed_after_forward, changing_in_backward, drop_tokens, take_changes
 from mtcompile.capture.outputs import changes_operand, fake_of, storage_of
 from mtcompile.capture.refusals import in_micro_batches, not_compiled, place_of, refuse
@@ -30,10 +30,6 @@ from mtcompile.torch_private import pytree
 from mtcompile.torch_private.plain_strides import plain_strides, reserve_always
 from mtcompile.torch_private.plain_torch import plain_kernels
 
-# Which computed outputs receive a gradient, and with which strides (True: those that torch chooses); for inference, None.
-Pattern = tuple[bool | tuple[int, ...], ...]
-Tangents = Pattern | None
-
 
 def joint_graph(description: Description, tangents: Tangents, observe: Observe | None = None) -> fx.GraphModule:
     """The ATen graph of one program, in the form ``passes.normalize`` takes. ``observe`` gives the strides that the device's
@@ -50,9 +46,10 @@ def _stamped_or_whole(
 ) -> fx.GraphModule:
     """Traces some of the blocks that are most alike, and of what is left then some of those, and so on. ``failures``: where
     that did not work; after two of them, all is traced."""
-    if (some := shortened(description, _module_path_of)) is not None:
+    if (some := shortened(description, tangents, _module_path_of)) is not None:
+        less, left, blocks = some
         try:
-            return stamped(_stamped_or_whole(some[0], tangents, observe, failures, False), some[1])
+            return stamped(_stamped_or_whole(less, left, observe, failures, False), blocks)
         except Unlike as failure:
             failures.append(failure)
             if len(failures) > 1 and not outermost:
@@ -149,7 +146,8 @@ def _on_device(fake: torch.Tensor, mode: Any, device: torch.device) -> torch.Ten
 
 
 def _with_detached(graph: fx.Graph, tangents: Tangents) -> fx.Graph:
-    """A copy of ``graph`` whose outputs without a tangent are detached, each with storage of its own."""
+    """A copy of ``graph`` whose outputs without a tangent are detached, each with storage of its own: where they are made, so
+    that what a block returns is made in that block, unless they are changed after that."""
     copied = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     copied.graph_copy(graph, env)
@@ -162,7 +160,9 @@ def _with_detached(graph: fx.Graph, tangents: Tangents) -> fx.Graph:
             node = copied.call_method("clone", (node,))
         seen.add(storage)
         if tangents is not None and tangents[position] is False:
-            node = copied.call_method("detach", (node,))
+            as_made = node is env[value] and node.op != "placeholder" and not fake_of(value)._version
+            with copied.inserting_after(node) if as_made else contextlib.nullcontext():
+                node = copied.call_method("detach", (node,))
         results.append(node)
     copied.output(tuple(results))
     return copied

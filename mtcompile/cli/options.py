@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from mtcompile.cli.checks import check_at_once
+
 Precision = Literal["model", "fp32", "bf16-master32", "bf16"]
 Update = Literal["step", "backward"]
 Kernels = Literal["auto", "eager", "exact", "inductor"]
@@ -200,6 +202,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def flat(**arguments: Any) -> None:
         grouped = group(**{field.name: arguments.pop(field.name) for field in fields(group)})
+        check_at_once(arguments.get("model"), grouped)
         command(**arguments, **{options.name: grouped})
 
     flat.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ import numpy as np
 
 from mtcompile import progress
 from mtcompile.capture.refusals import first_line
+from mtcompile.data.folder import check_tokenizer
 from mtcompile.data.records import Record
 from mtcompile.data.streaming import WINDOW, text_pieces, tokens_of
 from mtcompile.reading import FEW_NBYTES, limited_time, panics_as_errors, read_text
@@ -70,11 +71,7 @@ class Samples:
 def load_tokenizer(folder: Path, chat_template: Path | None = None) -> Any:
     """Returns the tokenizer of a folder, with the chat template of a file instead of its own if one is given. No code of the
     folder is run and nothing is downloaded. Raises ValueError."""
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(
-            f"expected a tokenizer.json in {folder}, found none: save the model's tokenizer there "
-            "(tokenizer.save_pretrained), or fetch the file from where the weights came from"
-        )
+    check_tokenizer(folder)
     from transformers import AutoTokenizer
 
     try:

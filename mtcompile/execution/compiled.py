@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.capture.joint import Pattern, Tangents
+from mtcompile.capture.description import Pattern, Tangents
 from mtcompile.execution.memory.fragments import index_of
 from mtcompile.passes.analysis.cost import Machine, crossing, kernel_us
 from mtcompile.passes.analysis.memory import owner

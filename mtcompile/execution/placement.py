@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from mtcompile.errors import BudgetError
-from mtcompile.options import FEWEST, Options
+from mtcompile.options import Options
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.fragments.cut import UNCUT
 from mtcompile.passes.generators import generator_nbytes
@@ -19,6 +19,7 @@ from mtcompile.passes.planning.disk.limits import NotWorthwhile
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
 from mtcompile.passes.step_graph import calls, has_random, is_convert
 from mtcompile.runtime.schedule import aligned, gib
+from mtcompile.sizes import FEWEST
 
 
 class Placement(Protocol):

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from mtcompile import torch_private
-from mtcompile.capture.description import Description
-from mtcompile.capture.joint import Pattern, Tangents
+from mtcompile.capture.description import Description, Pattern, Tangents
 from mtcompile.capture.outputs import Constant, Passed, rebuilt
 from mtcompile.compiler import CapturedStep
 from mtcompile.errors import CaptureError, StepError, told_briefly

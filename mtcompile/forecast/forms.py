@@ -21,7 +21,7 @@ from mtcompile.forecast.request import (
     sized_in_rows,
     sized_step,
 )
-from mtcompile.models.decoders import SHAPES
+from mtcompile.models.shapes import SHAPES
 from mtcompile.passes import pipeline
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.fastest import fastest_form

@@ -22,8 +22,9 @@ from mtcompile.compiler import JointStep, planning_problem, rewrite_joint
 from mtcompile.distributed.layout import ALONE, RankLayout
 from mtcompile.errors import CaptureError
 from mtcompile.execution.memory.fragments import homes_off_device
-from mtcompile.models.decoders import SHAPES, Shape, fake
+from mtcompile.models.decoders import fake
 from mtcompile.models.lora import add_lora
+from mtcompile.models.shapes import SHAPES, Shape
 from mtcompile.optim.disk_state import PIECE
 from mtcompile.optim.precision import Precision
 from mtcompile.optim.state_sizes import average_copies, is_elementwise, state_nbytes

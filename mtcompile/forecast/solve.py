@@ -22,17 +22,18 @@ from mtcompile.forecast.request import ForecastRequest, SizedStep, sized_step, t
 from mtcompile.forecast.result import Forecast
 from mtcompile.forecast.scaling import with_scaling
 from mtcompile.machine.presets import named
-from mtcompile.models.loading import check_shape
+from mtcompile.models.shapes import check_shape
 from mtcompile.optim.precision import Precision, precision_named
 from mtcompile.optim.state_sizes import FORECAST_STATES, optimizer_named, state_copies, update_workspace
 from mtcompile.optim.update_options import update_options
-from mtcompile.options import check_effort, check_fragments, parse_bytes, parse_disk
+from mtcompile.options import check_effort, check_fragments, parse_disk
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts.fastest import takes_at_least
 from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, Progress, no_progress
+from mtcompile.sizes import parse_bytes
 
 _LEFT_FREE = 0.08  # of a machine's device memory when no budget is given
 _GRAIN = 128  # tokens of a sequence that is solved for

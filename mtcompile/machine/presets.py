@@ -14,62 +14,32 @@ import torch
 
 from mtcompile import cache, knobs, progress
 from mtcompile.cached.files import own_text
-from mtcompile.errors import did_you_mean, nearest_file
+from mtcompile.errors import nearest_file
 from mtcompile.machine import bandwidth
 from mtcompile.machine.cards import difference, scaled
 from mtcompile.machine.compute import tf32_in_use
 from mtcompile.machine.device import choose
+from mtcompile.machine.known import CARDS, Card, check_machine
 from mtcompile.machine.measure import MeasuredMachine, identity, measure
 from mtcompile.machine.timing import QUICK
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.reading import FEW_NBYTES, parsed_json, read_text
 
-# A drive: GB/s of reads and writes, TB, and TB that may be written in its life, by data sheets.
-_PCIE4, _PCIE5 = (6.8, 5.0, 2, 1200), (11.0, 9.0, 2, 1200)  # consumer drives
-_SERVER = (6.5, 3.5, 8, 14_000)
-
-
-# Peak TFLOP/s in fp32 without TF32 and in fp64, on tensor cores where they do that, by NVIDIA's data sheets and white papers.
-_HOPPER, _B200, _A100 = (67.0, 67.0), (80.0, 40.0), (19.5, 19.5)
-_A6000, _RTX3090, _RTX4090, _RTX5090 = (38.7, 0.6), (35.6, 0.56), (82.6, 1.29), (104.8, 1.64)
 _SUSTAINED = 0.8  # of these peaks; an estimate
 
 
-def _preset(
-    name: str,
-    flops: float,
-    wide: tuple[float, float],
-    gbps: tuple[float, float, float],
-    host: float,
-    gigabytes: int,
-    drive: tuple[float, float, int, int],
-) -> Machine:
-    memory, h2d, d2h = gbps
-    read, write, terabytes, rated = drive
-    machine = Machine(name, flops, memory, h2d, d2h, host_gbps=host, device_nbytes=gigabytes * 10**9)
-    fp32, fp64 = (_SUSTAINED * 1e12 * peak for peak in wide)
+def _preset(card: Card) -> Machine:
+    memory, h2d, d2h = card.gbps
+    read, write, terabytes, rated = card.drive
+    machine = Machine(card.name, card.flops, memory, h2d, d2h, host_gbps=card.host, device_nbytes=card.gigabytes * 10**9)
+    fp32, fp64 = (_SUSTAINED * 1e12 * peak for peak in card.wide)
     # By the data sheets of all of these cards, TF32 has half the peak of bf16.
-    machine = replace(machine, fp32_flops=fp32, tf32_flops=flops / 2, fp64_flops=fp64, tf32_convolutions=True)
+    machine = replace(machine, fp32_flops=fp32, tf32_flops=card.flops / 2, fp64_flops=fp64, tf32_convolutions=True)
     machine = replace(machine, disk_read_gbps=read, disk_write_gbps=write)
     return replace(machine, disk_nbytes=terabytes * 10**12, disk_rated_nbytes=rated * 10**12)
 
 
-# Sustained bf16 FLOP/s; peaks of wider products; GB/s of device memory, link to and from the device; of the host; GB of the
-# device; a drive.
-PRESETS = {
-    machine.name: machine
-    for machine in (
-        _preset("h200-sxm", 6.85e14, _HOPPER, (4300.0, 50.0, 50.0), 200.0, 141, _SERVER),
-        _preset("gh200", 6.85e14, _HOPPER, (3700.0, 377.0, 297.0), 348.0, 96, _SERVER),
-        _preset("h100-sxm", 6.85e14, _HOPPER, (3000.0, 50.0, 50.0), 250.0, 80, _SERVER),
-        _preset("b200", 1.4e15, _B200, (7000.0, 50.0, 50.0), 300.0, 192, _SERVER),
-        _preset("a100-pcie", 2.0e14, _A100, (1800.0, 25.0, 25.0), 150.0, 80, _SERVER),
-        _preset("a6000", 1.0e14, _A6000, (770.0, 25.0, 25.0), 100.0, 48, _PCIE4),
-        _preset("rtx3090", 5.5e13, _RTX3090, (850.0, 25.0, 25.0), 40.0, 24, _PCIE4),
-        _preset("rtx4090", 1.3e14, _RTX4090, (920.0, 25.0, 25.0), 70.0, 24, _PCIE4),
-        _preset("rtx5090", 1.6e14, _RTX5090, (1600.0, 50.0, 50.0), 70.0, 32, _PCIE5),
-    )
-}
+PRESETS = {name: _preset(card) for name, card in CARDS.items()}
 # Part of torch's name -> preset, as "RTX 4090" and "H200"; of several in a name ("GH200"), the longest counts.
 _PRESET_OF = {name.partition("-")[0].upper().replace("RTX", "RTX "): name for name in PRESETS}
 _FLOPS_PER_UNIT, _FP32_PER_UNIT = 1.5e12, 1.5e11  # of a multiprocessor of an unknown device, as on the A100
@@ -168,12 +138,7 @@ def _named(machine: str) -> Machine:
         return PRESETS[machine]
     if machine == "this":
         return this()
-    if not machine.endswith(".json"):
-        expected, close = (
-            f"{', '.join(PRESETS)}, this (measured here) or a .json file",
-            did_you_mean(machine, [*PRESETS, "this"]),
-        )
-        raise ValueError(f"expected machine to be one of {expected}, found {machine!r}{close or nearest_file(machine)}")
+    check_machine(machine)
     return _from_file(Path(machine))
 
 

@@ -5,43 +5,11 @@ Plain PyTorch: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, cross
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a decoder. ``tied``: the head's weight is the embedding's."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    head_dim: int = 128
-    tied: bool = False
-    dtype: torch.dtype = torch.bfloat16
-
-    def shortened(self, layers: int) -> Shape:
-        return replace(self, layers=layers)
-
-
-SHAPES = {
-    "gpt-11m": Shape(320, 1280, 6, 5, 5, 2048, head_dim=64, dtype=torch.float32),
-    "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 151936, tied=True),
-    "qwen2.5-3b": Shape(2048, 11008, 36, 16, 2, 151936, tied=True),
-    "qwen2.5-7b": Shape(3584, 18944, 28, 28, 4, 152064),
-    "qwen2.5-14b": Shape(5120, 13824, 48, 40, 8, 152064),
-    "qwen2.5-32b": Shape(5120, 27648, 64, 40, 8, 152064),
-    "llama-8b": Shape(4096, 14336, 32, 32, 8, 128256),
-    "llama-70b": Shape(8192, 28672, 80, 64, 8, 128256),
-    "megatrain-120b": Shape(10240, 28672, 108, 80, 8, 128256),
-    "qwen3-14b": Shape(5120, 17408, 40, 40, 8, 151936),
-}
+from mtcompile.models.shapes import Shape
 
 
 class Block(nn.Module):
@@ -100,7 +68,7 @@ class Decoder(nn.Module):
 def fake(shape: Shape) -> Decoder:
     """Builds a decoder in the shape's dtype. Under a FakeTensorMode its weights take no memory."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(shape.dtype)
+    torch.set_default_dtype(shape.torch_dtype)
     try:
         return Decoder(shape).train()
     finally:

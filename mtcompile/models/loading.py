@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from mtcompile.capture.refusals import first_line
 from mtcompile.errors import did_you_mean, nearest_file
-from mtcompile.models.decoders import SHAPES, fake
+from mtcompile.models.decoders import fake
+from mtcompile.models.shapes import SHAPES, check_config, check_shape
 from mtcompile.reading import FEW_NBYTES, parsed_json, read_text
 
 _MOST_LAYERS = 10_000  # more would be built for minutes before anything is said
@@ -93,14 +94,6 @@ def _shape(name: str) -> Any:
     return SHAPES[name]
 
 
-def check_shape(name: str) -> None:
-    """Raises ValueError, with the most similar name, unless this is a built-in shape."""
-    if name not in SHAPES:
-        others = "a config.json or its folder, or file.py:factory"
-        close = did_you_mean(name, SHAPES)
-        raise ValueError(f"expected a model among {', '.join(SHAPES)}, or {others}, found {name!r}{close}")
-
-
 def _from_factory(path: str, name: str, batch: int, seq: int) -> ModelAndData:
     factory = _load_function(path, name)
     call = f"{path}:{name}({batch}, {seq})"
@@ -163,10 +156,7 @@ def configuration(path: Path, **defaults: Any) -> tuple[Any, torch.dtype | None]
         from transformers import AutoConfig
     except ImportError:
         raise ValueError("a Hugging Face configuration needs the package transformers: pip install transformers") from None
-    if not path.exists():
-        raise ValueError(
-            f"expected a Hugging Face config file with a model_type, found no such file: {path}{nearest_file(path)}"
-        )
+    check_config(path)
     try:
         fields = _local(parsed_json(read_text(path, FEW_NBYTES), path.name))
         config = AutoConfig.for_model(**{**defaults, **fields})

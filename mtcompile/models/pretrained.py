@@ -25,11 +25,12 @@ from mtcompile.machine.system_files import memory_rooms, smallest_room
 from mtcompile.models.loading import configuration
 from mtcompile.optim.own_files import in_own_file, is_in_own_file
 from mtcompile.optim.precision import Precision, precision_named
-from mtcompile.options import DiskBudget, parse_bytes, parse_disk
+from mtcompile.options import DiskBudget, parse_disk
 from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.runtime.disk.file import free_nbytes
 from mtcompile.runtime.disk.requests import whole_blocks
 from mtcompile.runtime.schedule import gib
+from mtcompile.sizes import parse_bytes
 
 _MOST_NAMES = 8  # that an error lists
 _SMALL = 1 << 14  # bytes of tensors that stay in memory beside weights on disk

@@ -21,10 +21,10 @@ from mtcompile.models.loading import build_model
 from mtcompile.optim.master_weights import cast
 from mtcompile.optim.precision import Precision, precision_named
 from mtcompile.optim.update_options import update_options
-from mtcompile.options import parse_bytes
 from mtcompile.passes.planning.problem import Progress
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import gib
+from mtcompile.sizes import parse_bytes
 from mtcompile.torch_private import building_without_memory
 
 _UNLIMITED = 2**60

@@ -17,6 +17,7 @@ from mtcompile.data.batch import Source
 from mtcompile.data.boundaries import check_packing, document_mask
 from mtcompile.data.encoding import TOKENIZER_FILES, encode, load_tokenizer
 from mtcompile.data.files import files_of
+from mtcompile.data.folder import check_folder
 from mtcompile.data.packing import Rows
 from mtcompile.data.records import read_records
 from mtcompile.data.windows import Windows, read_tokens
@@ -75,8 +76,7 @@ def _from_scratch(recipe: Recipe) -> Job:
 
 def _fine_tuning(recipe: Recipe) -> Job:
     folder = Path(recipe.model)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"expected a folder with a config.json and weights, found no config.json in {folder}")
+    check_folder(folder)
     rows = _rows(recipe, folder)
     steps, digest = recipe.steps_of(rows.trained.count), rows.digest()
     check_resumed(recipe, steps, digest)

@@ -11,8 +11,8 @@ from mtcompile import checkpoint, knobs
 from mtcompile.checkpoint.files import try_folder
 from mtcompile.checkpoint.shards import stored_tensors
 from mtcompile.data.encoding import TooLong
-from mtcompile.models.loading import check_shape
-from mtcompile.options import parse_bytes
+from mtcompile.models.shapes import check_shape
+from mtcompile.sizes import parse_bytes
 
 _PATIENCE_S = 10.0  # with the first processes of other machines, which try the same folder
 _FINAL_RATE = 0.1  # share of the highest learning rate at the end of the cosine

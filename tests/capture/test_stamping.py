@@ -19,7 +19,8 @@ from mtcompile.capture import tracing
 from mtcompile.capture.stamping.blocks import FEWEST, TRACED, selection_of, structure
 from mtcompile.capture.tracing import trace_joint
 from mtcompile.errors import CaptureError
-from mtcompile.models.decoders import SHAPES, Decoder, Shape, fake
+from mtcompile.models.decoders import Decoder, fake
+from mtcompile.models.shapes import SHAPES, Shape
 from mtcompile.passes.graph_json import graph_to_json
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.step_graph import kernel_of, regions
@@ -246,6 +247,33 @@ class Counting(Block):
         return super().forward(x) + self.count
 
 
+class Returning(Stack):
+    """Returns what each block makes, and what it keeps, which begins with an empty tensor of its own, as a cache does."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        made: list[Tensor] = []
+        x = self.stem(x)
+        for block in self.blocks:
+            kept = torch.cat([torch.tensor([]), block.up(x)], -1)
+            x = block(x) + kept[..., :WIDTH]
+            made += [x, kept.transpose(0, 1)]
+        return self.head(x).square().mean(), *made
+
+
+class ReturnedThenChanged(Stack):
+    """Returns what each block makes; the next one changes that in place."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        made: list[Tensor] = []
+        x = self.stem(x)
+        for block in self.blocks:
+            y = block(x + 1)
+            x *= 2
+            x = y + x
+            made.append(x)
+        return self.head(x).square().mean(), *made
+
+
 STAMPED: dict[str, Callable[[], nn.Module]] = {
     "plain": Stack,
     "checkpointed": Checkpointed,
@@ -259,6 +287,7 @@ STAMPED: dict[str, Callable[[], nn.Module]] = {
     "masked": Masked,
     "two stacks": EncoderDecoder,
     "buffers": lambda: Stack(Counting),
+    "returning": lambda: Returning(count=8),
 }
 WHOLE: dict[str, Callable[[], nn.Module]] = {
     "scaled by number": Scaled,
@@ -272,6 +301,7 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "one weight read by all": lambda: ReadAhead(count=8),
     "changed view of views": ChangedView,
     "counted": lambda: Counted(count=8),
+    "returned, then changed": ReturnedThenChanged,
 }
 
 
@@ -310,7 +340,7 @@ def as_data(joint: fx.GraphModule) -> dict[str, Any]:
 
 
 def trace_whole(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(joint_module, "shortened", lambda description, path_of: None)
+    patch.setattr(joint_module, "shortened", lambda description, tangents, path_of: None)
 
 
 # More of what others show: several stacks, numbers that blocks count, and a block that differs from the others.
@@ -449,6 +479,25 @@ def test_a_stamped_step_is_bit_equal() -> None:
         model(x).backward()
     for (name, one), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad), name
+
+
+@pytest.mark.parametrize("read", [0, 3], ids=["of none", "of one"])
+def test_a_step_that_returns_what_its_blocks_make_is_bit_equal(read: int, inputs_traced: list[int]) -> None:
+    """Unless a gradient arrives at one of them, which blocks that are not traced would not have."""
+    plain, x = Returning(count=8), torch.randn(2, 5, WIDTH)
+    compiled = Returning(count=8)
+    compiled.load_state_dict(plain.state_dict())
+    program = mtcompile.compile(compiled, memory="64KiB")
+    results = []
+    for model in (plain, program):
+        torch.manual_seed(1)
+        loss, *made = model(x)
+        (loss if not read else loss + made[read].square().sum()).backward()
+        results.append([loss, *made])
+    assert all(map(torch.equal, *results))
+    for (name, one), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name
+    assert len(set(inputs_traced)) == (2 if read else 1)  # the first trace does not know of the gradient
 
 
 def test_a_step_traced_without_memory_has_its_loss_in_chunks() -> None:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mtcompile.cli.app import app
-from mtcompile.models.decoders import SHAPES
+from mtcompile.models.shapes import SHAPES
 from mtcompile.passes.planning.policies import POLICIES
 
 pytestmark = pytest.mark.slow  # it compiles many models

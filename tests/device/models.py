@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.decoder import build
-from mtcompile.models.decoders import Shape
+from mtcompile.models.shapes import Shape
 from tests.helpers.models import make as make_other
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mtcompile
-from mtcompile.models.decoders import SHAPES
+from mtcompile.models.shapes import SHAPES
 from mtcompile.parity.benchmark import benchmark
 from mtcompile.parity.workload import setup_of
 from mtcompile.runtime.optim import device_kernels

@@ -14,7 +14,8 @@ from torch import nn
 import mtcompile
 from mtcompile.forecast.gains import Work
 from mtcompile.forecast.result import Forecast
-from mtcompile.models.decoders import Shape, fake
+from mtcompile.models.decoders import fake
+from mtcompile.models.shapes import Shape
 from mtcompile.passes.analysis.cost import Machine
 from tests.helpers.stacks import WIDTH, Residual
 

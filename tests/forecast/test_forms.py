@@ -15,7 +15,8 @@ from torch.nn import functional as F
 import mtcompile
 from mtcompile.forecast import solve
 from mtcompile.forecast.forms import StepForms
-from mtcompile.models.decoders import Shape, fake
+from mtcompile.models.decoders import fake
+from mtcompile.models.shapes import Shape
 from mtcompile.passes.cuts.form import WHOLE
 from mtcompile.passes.planning import search
 from mtcompile.passes.step_graph import fragments_of

@@ -9,7 +9,7 @@ import pytest
 
 import mtcompile
 from mtcompile.forecast import forms, request
-from mtcompile.models.decoders import SHAPES
+from mtcompile.models.shapes import SHAPES
 
 pytestmark = pytest.mark.long
 BUDGETS = ("32MiB", "40MiB", "32MiB")

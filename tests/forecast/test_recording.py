@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 
 from mtcompile.capture.recording.joint import NotRecorded, recorded_joint
 from mtcompile.capture.tracing import record_joint, trace_joint
-from mtcompile.models.decoders import SHAPES, Shape, fake
+from mtcompile.models.decoders import fake
+from mtcompile.models.shapes import SHAPES, Shape
 from mtcompile.passes.graph_json import graph_to_json
 from mtcompile.torch_private import building_on_meta, building_without_memory
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import mtcompile
 from mtcompile.forecast.result import Row
-from mtcompile.models.decoders import SHAPES, Shape
+from mtcompile.models.shapes import SHAPES, Shape
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.runtime.schedule import placed
 from tests.helpers.models import make, tower

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtcompile.models.decoders import Decoder, Shape
+from mtcompile.models.decoders import Decoder
+from mtcompile.models.shapes import Shape
 
 SHAPE = Shape(64, 160, 1, 2, 1, 256, head_dim=32, dtype=torch.float32)
 TEXT = """Split state: fp32 masters are exact, are what a plain fp32 update makes of the same gradients, and survive whatever an

@@ -13,7 +13,8 @@ from torch import nn
 
 import mtcompile
 from mtcompile.kernels.chains import build
-from mtcompile.models.decoders import Decoder, Shape
+from mtcompile.models.decoders import Decoder
+from mtcompile.models.shapes import Shape
 
 pytestmark = pytest.mark.slow  # Inductor compiles a few chains of each model
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import mtcompile
 from mtcompile.errors import StepError
-from mtcompile.models.decoders import Decoder, Shape, fake
+from mtcompile.models.decoders import Decoder, fake
+from mtcompile.models.shapes import Shape
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.runtime.optim import host_kernels
 from mtcompile.runtime.optim.host_kernels import nonfinite

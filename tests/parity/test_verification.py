@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import mtcompile
 from mtcompile.cli.app import app
-from mtcompile.models.decoders import Decoder, Shape
+from mtcompile.models.decoders import Decoder
+from mtcompile.models.shapes import Shape
 from mtcompile.parity.verification import Difference, _beyond_rounding, difference_of
 
 pytestmark = pytest.mark.slow  # it compiles many models

@@ -17,7 +17,8 @@ from benchmarks import faults, fits, host_update, outside, predictions, run, tra
 from benchmarks.decoder import build, text
 from benchmarks.models import Case, make
 from mtcompile.forecast.solve import Forecast
-from mtcompile.models.decoders import SHAPES, Decoder, model_flops, parameter_counts
+from mtcompile.models.decoders import Decoder, model_flops, parameter_counts
+from mtcompile.models.shapes import SHAPES
 from mtcompile.passes.analysis.cost import Machine
 
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import mtcompile
 from mtcompile import checkpoint
 from mtcompile.cli.app import app
-from mtcompile.models.decoders import SHAPES
+from mtcompile.models.shapes import SHAPES
 from mtcompile.passes import PIPELINE, pipeline
 from mtcompile.torch_private import contract
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from mtcompile.passes.step_graph import InputSpec, inputs_of
+from mtcompile.passes.step_graph import InputSpec, OutputSpec, inputs_of
 
 INNER = range(1, 3)  # traced blocks that must be alike; the last of them is what others are copies of
 FIRST, LAST = INNER.stop, 2  # how many blocks are traced at the beginning, and at the end
@@ -128,7 +128,10 @@ class Blocks:
 
     ``inputs``: of the whole model. ``own``: index of a traced input -> its place, for the inputs of the blocks. ``shared``:
     index of a traced input -> index in the whole model, for the others. ``inputs_at``: place in the whole model -> index there.
-    ``paths``: module path -> place, of the traced blocks; ``paths_at``: the reverse, in the whole model.
+    ``paths``: module path -> place, of the traced blocks; ``paths_at``: the reverse, in the whole model. ``outputs``: the names
+    of what the whole model returns; ``returned``: index of a traced output -> its place, for what blocks return, or its index
+    in the whole model; ``outputs_at``: place in the whole model -> index there. Without these, outputs are those of the traced
+    model, and none is of a block.
     """
 
     selection: Selection
@@ -138,6 +141,29 @@ class Blocks:
     inputs_at: Mapping[Place, int]
     paths: Mapping[str, Place]
     paths_at: Mapping[Place, str]
+    outputs: tuple[str, ...] = ()
+    returned: Mapping[int, Place | int] = field(default_factory=dict)
+    outputs_at: Mapping[Place, int] = field(default_factory=dict)
+
+    def place_of(self, spec: OutputSpec) -> Place | None:
+        """Returns the place of a traced result; None if it is of no block."""
+        if spec.kind != "output":
+            return self.own.get(spec.index)
+        place = self.returned.get(spec.index, spec.index)
+        return None if isinstance(place, int) else place
+
+    def at(self, spec: OutputSpec, place: Place) -> OutputSpec:
+        """Describes the result of the whole model that is at a place, like a traced one."""
+        if spec.kind != "output":
+            index = self.inputs_at[place]
+            return replace(spec, index=index, name=self.inputs[index].name)
+        return replace(spec, index=self.outputs_at[place], name=self.outputs[self.outputs_at[place]])
+
+    def output_index(self, traced: int) -> int:
+        """Returns the index in the whole model of a traced output that is of no block."""
+        index = self.returned.get(traced, traced)
+        assert isinstance(index, int), f"expected an output of no block, found {index}"
+        return index
 
 
 def numbered(traced: fx.GraphModule, name: str, count: int) -> Blocks:

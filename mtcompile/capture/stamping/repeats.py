@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.capture.description import Description
+from mtcompile.capture.description import Description, Tangents
 from mtcompile.capture.outputs import changes_operand, storage_of
 from mtcompile.capture.stamping.blocks import TRACED, Blocks, Place, Selection, references, selection_of, structure
 from mtcompile.passes.lazy_graph import LazyGraphModule
@@ -42,23 +42,61 @@ class _Run:
             yield position, self.calls[self.start + position : end : self.length]
 
 
-def shortened(description: Description, path_of: Callable[[fx.Node], str]) -> tuple[Description, Blocks] | None:
-    """Returns a description without most of the equal blocks, and which blocks are left; None where no blocks are equal.
-    ``path_of``: gives the path of the module that a call is in.
+def shortened(
+    description: Description, tangents: Tangents, path_of: Callable[[fx.Node], str]
+) -> tuple[Description, Tangents, Blocks] | None:
+    """Returns a description without most of the equal blocks, its tangents, and which blocks are left; None where no blocks are
+    equal. ``path_of``: gives the path of the module that a call is in.
 
     Blocks are equal if each call does the same to the same operands: those that all blocks read, those that the block before
     made, and the inputs of the block itself; and if nothing but the next block reads what they make. Blocks may read different
-    shared tensors without gradients, such as a full and a sliding-window mask: then one block of each kind is traced.
+    shared tensors without gradients, such as a full and a sliding-window mask: then one block of each kind is traced. The
+    forward may return what each of them makes, such as keys and values, as long as no gradient arrives there.
     """
     graph = description.graph.graph
     specs = dict(zip(graph.find_nodes(op="placeholder"), description.inputs, strict=True))
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for run in _runs(calls, description.graph):
-        inputs, kinds = _inputs_of_blocks(run, specs) or (None, ())
+        inputs, kinds = _inputs_of_blocks(run, specs, _outputs(graph)) or (None, ())
         paths = _paths(run, description.graph, path_of) if inputs else None  # without inputs, no joint graph tells blocks apart
         if inputs and paths is not None and (selection := selection_of(kinds)) is not None:
-            return _without(run, selection, inputs, description), _described(selection, inputs, specs, paths)
+            returned = _returned(run, _outputs(graph))
+            if tangents is not None and any(tangents[index] for index in returned):
+                return None
+            places = {index: returned.get(index, index) for index in range(len(description.computed))}
+            left = [i for i, place in places.items() if isinstance(place, int) or not selection.removed(place[0])]
+            less = None if tangents is None else tuple(tangents[index] for index in left)
+            blocks = _described(selection, inputs, specs, paths)
+            blocks = replace(
+                blocks,
+                outputs=tuple(name for name, _, _ in description.computed),
+                returned={traced: _as_traced(places[index], selection) for traced, index in enumerate(left)},
+                outputs_at={place: index for index, place in returned.items()},
+            )
+            return _without(run, selection, inputs, description, left), less, blocks
     return None
+
+
+def _outputs(graph: fx.Graph) -> Sequence[fx.Node]:
+    outputs: Any = graph.output_node().args[0]
+    return tuple(outputs)
+
+
+def _returned(run: _Run, outputs: Sequence[fx.Node]) -> dict[int, Place]:
+    """Returns the place of each output, by its index, that all blocks return alike."""
+    index = {node: position for position, node in enumerate(outputs)}
+    columns = ((position, [index.get(node) for node in column]) for position, column in run.columns())
+    return {
+        one: (block, position)
+        for position, found in columns
+        if None not in found
+        for block, one in enumerate(found)
+        if one is not None
+    }
+
+
+def _as_traced(place: Place | int, selection: Selection) -> Place | int:
+    return place if isinstance(place, int) else (selection.as_traced(place[0]), place[1])
 
 
 def _runs(calls: Sequence[fx.Node], owner: fx.GraphModule) -> Iterator[_Run]:
@@ -130,7 +168,7 @@ def _known(tensor: torch.Tensor) -> Any:
 
 
 def _inputs_of_blocks(
-    run: _Run, specs: Mapping[fx.Node, InputSpec]
+    run: _Run, specs: Mapping[fx.Node, InputSpec], outputs: Sequence[fx.Node]
 ) -> tuple[dict[fx.Node, Place], list[tuple[fx.Node, ...]]] | None:
     """Returns the place of each input that belongs to one block, and for each block its operands that differ between blocks.
     Returns None where the blocks are not equal."""
@@ -151,8 +189,10 @@ def _inputs_of_blocks(
         differing += others
     if _views_go_on(run) or _share_memory(places, specs):
         return None
-    for node, (block, _) in places.items():
-        if 0 < block < run.count - 1 and any(user not in places for user in node.users):
+    returned = set(_returned(run, outputs).values())
+    for node, place in places.items():
+        outside = (user for user in node.users if user not in places and (user.op != "output" or place not in returned))
+        if 0 < place[0] < run.count - 1 and any(outside):
             return None
     kinds = list(zip(*differing, strict=True)) or [()] * run.count
     return {node: place for node, place in places.items() if node.op == "placeholder"}, kinds
@@ -230,8 +270,11 @@ def _with_body(node: fx.Node, owner: fx.GraphModule) -> list[fx.Node]:
 # -------------------------------------------------------------------------------------------------------------- shortening
 
 
-def _without(run: _Run, selection: Selection, inputs: Mapping[fx.Node, Place], description: Description) -> Description:
-    """Returns a description without the blocks that are not traced: the next takes the place of the first of them."""
+def _without(
+    run: _Run, selection: Selection, inputs: Mapping[fx.Node, Place], description: Description, outputs: Sequence[int]
+) -> Description:
+    """Returns a description without the blocks that are not traced: the next takes the place of the first of them.
+    ``outputs``: the indices of those that are left."""
     gone = {node for block in range(run.count) if selection.removed(block) for node in run.block(block)}
     gone |= {node for node, (block, _) in inputs.items() if selection.removed(block)}
     before, last_kept = selection.first + selection.left_out - 1, selection.first - 1
@@ -240,12 +283,15 @@ def _without(run: _Run, selection: Selection, inputs: Mapping[fx.Node, Place], d
     instead |= {input_at[before, key]: input_at[last_kept, key] for block, key in inputs.values() if block == before}
     shorter, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in description.graph.graph.nodes:
-        if node not in gone:
+        if node not in gone and node.op != "output":
             copies[node] = shorter.node_copy(node, lambda operand: copies[instead.get(operand, operand)])
+    returned = _outputs(description.graph.graph)
+    shorter.output(tuple(copies[returned[index]] for index in outputs)).meta = description.graph.graph.output_node().meta
     nodes = description.graph.graph.find_nodes(op="placeholder")
     left = [spec for node, spec in zip(nodes, description.inputs, strict=True) if node not in gone]
     specs = tuple(replace(spec, index=index) for index, spec in enumerate(left))
-    return replace(description, graph=LazyGraphModule(description.graph, shorter), inputs=specs)
+    computed = tuple(description.computed[index] for index in outputs)
+    return replace(description, graph=LazyGraphModule(description.graph, shorter), inputs=specs, computed=computed)
 
 
 def _described(

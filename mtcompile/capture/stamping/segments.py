@@ -52,9 +52,9 @@ class Segments:
 
     ``calls``: the graph without its inputs and output. ``inner``: the segments of the inner blocks, in order. ``spots``: where
     calls and inputs are, also in the outer blocks, where they are as far from the inner ones as if these went on. ``reads``:
-    (phase, inner block, key) -> what such a call reads. ``results``: (kind of result, input within its block) -> what is
-    returned for it. ``numbers``: by how much the ``seq_nr`` of a block are above those of the block before. ``numbered``: the
-    calls, by (phase, key), whose ``seq_nr`` is not the same in all blocks. ``highest``: the highest in each inner block's
+    (phase, inner block, key) -> what such a call reads. ``results``: (kind of result, input or output within its block) -> what
+    is returned for it. ``numbers``: by how much the ``seq_nr`` of a block are above those of the block before. ``numbered``:
+    the calls, by (phase, key), whose ``seq_nr`` is not the same in all blocks. ``highest``: the highest in each inner block's
     forward.
     """
 
@@ -227,11 +227,11 @@ def _read(
 def _results(
     joint: fx.GraphModule, inputs: Mapping[fx.Node, InputSpec], blocks: Blocks, spots: Mapping[fx.Node, Spot]
 ) -> dict[tuple[str, Hashable], Read]:
-    """Returns what the inner blocks return for their inputs: gradients and new versions. Raises Unlike."""
+    """Returns what the inner blocks return: outputs, and gradients and new versions of their inputs. Raises Unlike."""
     inner = blocks.selection.traced_inner
     returned: dict[int, dict[tuple[str, Hashable], fx.Node]] = {block: {} for block in inner}
     for spec, node in outputs_of(joint):
-        block, key = blocks.own.get(spec.index, (-1, None)) if spec.kind != "output" else (-1, None)
+        block, key = blocks.place_of(spec) or (-1, None)
         if block in inner:
             returned[block][spec.kind, key] = node
     results = dict[tuple[str, Hashable], Read]()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from torch import fx
 
 from mtcompile.capture.stamping.blocks import Blocks
@@ -15,6 +17,7 @@ from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import OutputSpec, inputs_of, new_node, outputs_of
 
 # What the joint graph has been annotated from; copies would have that of another block.
+_SMALL = 64  # elements of a constant that is compared
 _ANNOTATED_FROM = ("nn_module_stack", "fwd_nn_module_stack", "desc")
 # How torch names inputs, with and without a backward.
 _NAMINGS: Sequence[Callable[[int], str]] = (lambda index: f"primals_{index + 1}", lambda index: f"arg{index}_1")
@@ -31,11 +34,23 @@ def stamped(traced: fx.GraphModule, blocks: Blocks) -> fx.GraphModule:
 
 
 def named(joint: fx.GraphModule) -> fx.GraphModule:
-    """Returns a joint graph whose calls are named in their order, so that names do not tell how it was traced."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    """Returns a joint graph whose calls are named in their order, so that names do not tell how it was traced, and in which
+    small constants that are equal are one: each block makes its own, such as the empty tensor that a cache begins with."""
+    graph, copies, constants = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, str]()
     for node in joint.graph.nodes:
         copies[node] = _copy(graph, node, copies.__getitem__)
+        if node.op == "get_attr":
+            copies[node].target = constants.setdefault(
+                _content(operator.attrgetter(str(node.target))(joint), node), node.target
+            )
     return _module(joint, graph)
+
+
+def _content(constant: object, node: fx.Node) -> str:
+    """Returns what is equal for small constants with the same content; else what is the node's own."""
+    if not isinstance(constant, torch.Tensor) or constant.numel() > _SMALL:
+        return str(node.target)
+    return repr((constant.dtype, constant.device, constant.shape, constant.stride(), constant.tolist()))
 
 
 def _copy(graph: fx.Graph, node: fx.Node, copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
@@ -79,7 +94,8 @@ class _Stamping:
             self._write_outside(ends[3], ends[4], "first")
         outputs = self._write_results()
         module = _module(self.traced, self.graph)
-        specs = [spec for spec, _ in inputs_of(self.traced) if spec.role == "tangent"]
+        tangents = [spec for spec, _ in inputs_of(self.traced) if spec.role == "tangent"]
+        specs = [replace(spec, index=self.blocks.output_index(spec.index)) for spec in tangents]
         module.meta.update(inputs=(*self.blocks.inputs, *specs), outputs=outputs)
         return module
 
@@ -190,18 +206,18 @@ class _Stamping:
         return tuple(spec for spec, _ in results)
 
     def _results(self) -> Iterator[tuple[OutputSpec, fx.Node]]:
-        own, inputs = self.blocks.own, self.blocks.inputs
+        blocks = self.blocks
         for spec, node in outputs_of(self.traced):
-            if spec.kind == "output":
-                yield spec, self._beside(node, "last")
+            if (place := blocks.place_of(spec)) is None and spec.kind == "output":
+                yield replace(spec, index=blocks.output_index(spec.index)), self._beside(node, "last")
                 continue
-            if spec.index not in own:
+            if place is None:
                 spot = self._inner_spot(node)
                 side: Side = "first" if spot is not None and spot.phase == "backward" else "last"
-                index = self.blocks.shared[spec.index]
-                yield replace(spec, index=index, name=inputs[index].name), self._beside(node, side)
+                index = blocks.shared[spec.index]
+                yield replace(spec, index=index, name=blocks.inputs[index].name), self._beside(node, side)
                 continue
-            traced, key = own[spec.index]
+            traced, key = place
             inner = self.blocks.selection.traced_inner
             if traced not in inner:
                 side = "first" if traced < inner.start else "last"
@@ -212,8 +228,7 @@ class _Stamping:
             else:
                 continue
             for block, result in results:
-                index = self.blocks.inputs_at[block, key]
-                yield replace(spec, index=index, name=inputs[index].name), result
+                yield blocks.at(spec, (block, key)), result
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:

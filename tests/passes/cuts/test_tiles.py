@@ -14,7 +14,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import mtcompile
-from mtcompile.models.decoders import Decoder, Shape
+from mtcompile.models.decoders import Decoder
+from mtcompile.models.shapes import Shape
 from mtcompile.passes.analysis.memory import body_peak
 from mtcompile.passes.analysis.tiles import run_tiles
 from mtcompile.passes.cuts.tiles.layouts import Tiling, cut, dims_of_rows, is_dense

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import mtcompile
 from mtcompile.errors import BudgetError, CaptureError
-from mtcompile.models.decoders import Decoder, Shape
+from mtcompile.models.decoders import Decoder
+from mtcompile.models.shapes import Shape
 from tests.helpers.decoder import adamw, same, state
 from tests.helpers.decoder import small_decoder as made
 

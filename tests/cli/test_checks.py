@@ -1,0 +1,37 @@
+"""A command that cannot work ends before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+WRONG = {
+    "did you mean gpt-11m?": ["plan", "gpt-11x"],
+    "found '16GX'": ["plan", "gpt-11m", "--memory", "16GX"],
+    "did you mean h100-sxm?": ["plan", "gpt-11m", "--machine", "h100-sx"],
+    "no such file: gone.json": ["plan", "gone.json"],
+    "no such path: gone.txt": ["train", "gpt-11m", "--data", "gone.txt"],
+    "no config.json in empty": ["train", "empty", "--data", "text.txt"],
+    "expected a tokenizer.json in folder": ["train", "folder", "--data", "text.txt"],
+}
+RUN = f"""
+import sys
+from mtcompile.cli.app import app
+for words in {list(WRONG.values())!r}:
+    try:
+        app(words, prog_name="mtcompile")
+    except SystemExit as ended:
+        print(ended.code, "torch" in sys.modules)
+"""
+
+
+def test_a_command_that_cannot_work_ends_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    (tmp_path / "text.txt").write_text("text")
+    ran = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["2", "False"] * len(WRONG)
+    for expected, line in zip(WRONG, ran.stderr.splitlines(), strict=True):
+        assert expected in line
