@@ -7,6 +7,7 @@ import linecache
 import logging
 
 import pytest
+import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import guards
 

@@ -15,8 +15,20 @@ pytest.importorskip("yaml")
 
 
 @pytest.fixture
-def recipes(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
-    """The recipes of commands, which end there."""
+def recipes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Recipe]:
+    """The recipes of commands, which end there; the files that these name are there."""
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        "folder/config.json",
+        "folder/tokenizer.json",
+        "other/config.json",
+        "other/tokenizer.json",
+        "a.jsonl",
+        "b",
+        "c",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
     seen: list[Recipe] = []
 
     def stop(recipe: Recipe) -> Any:

@@ -19,7 +19,7 @@ ROOT_FILES = {
     f"{name}.py"
     for name in (
         "__init__", "__main__", "api", "options", "compiler", "backend", "cache", "errors", "knobs", "progress", "reading",
-        "references",
+        "references", "sizes",
     )
 } | {"py.typed"}  # fmt: skip
 ROOMS = {
