@@ -12,8 +12,7 @@ Each round draws a way of training and a model's seed, trains without a fault, a
 Lengths change, and the model is evaluated in between. After a fault the training goes on, or loads the newest checkpoint in
 place or into a new model. What a fault leaves must be a whole step or a refusal, and each loss, the weights, the buffers and
 the state of the optimizer must have the bits of the run without faults. All is drawn from ``--seed``. The moment of an
-interrupt is a share of a step's time, so what it meets differs. Memory is refused by an operation of the model's own: a process
-whose address space ends hangs in Python's ``Thread.start``.
+interrupt is a share of a step's time, so what it meets differs. Memory is refused by an operation of the model's own.
 """
 
 from __future__ import annotations
@@ -63,6 +62,7 @@ _REFUSALS: dict[str, list[Exception]] = {
     "host memory": [MemoryError("drawn"), RuntimeError("DefaultCPUAllocator: can't allocate memory: drawn")],
 }
 _TRIES = 6  # of one step; only the first two meet a fault
+_VISITS = 200  # of one training
 
 
 class Differs(AssertionError):
@@ -270,6 +270,7 @@ class Round:
     seconds: float = 0.05  # that a step takes
     done: int = 0
     tries: int = 0  # of the next step
+    visits: int = 0  # how often the training was begun or gone on with: else a step done again would draw the same again
     is_interrupted: bool = False  # on purpose
     told: list[str] = field(default_factory=list)  # of this step: faults and errors
 
@@ -277,6 +278,9 @@ class Round:
         self.saves, self.run = self.folder / "saves", Run(self.way, self.seed, self.folder / "disk")
         checkpoint.save(self.saves, self.run.model, self.run.optimizer, step=0)
         while self.done < STEPS:
+            self.visits += 1
+            if self.visits > _VISITS:
+                raise Differs(f"step {self.done} after going on {_VISITS} times: {self.told}")
             drawn = self.draws("visit")
             try:
                 with checkpoint.autosave(
@@ -300,7 +304,7 @@ class Round:
         self.compare(self.run, "at the end")
 
     def draws(self, what: str) -> random.Random:
-        return random.Random(f"{self.seed} {self.done} {self.tries} {what}")
+        return random.Random(f"{self.seed} {self.visits} {self.done} {self.tries} {what}")
 
     def next_step(self, saver: checkpoint.Autosave) -> bool:
         number, drawn = self.done, self.draws("fault")
