@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from mtcompile.cached.private import settle_inductor_cache
 from mtcompile.torch_private.thread_setting import process_lock
 
 _TORCHS_OWN = frozenset(torch.library._impls)  # as of the import: names of operations and dispatch keys
+_FUNCTORCH = f"registered at {Path(torch.__file__).parent / '_functorch'}/"  # torch's, from the first call of vmap on
 _PRECISIONS = [
     (backend, operation)
     for backend in ("generic", "cuda", "mkldnn")
@@ -140,7 +142,8 @@ def _users_operations() -> tuple[str, ...]:
     if torch.library._impls != _seen.names:
         _seen.names = frozenset(torch.library._impls)
         _seen.users = sorted(n for n in _seen.names - _TORCHS_OWN if n.startswith("aten/") and not n.endswith("/Meta"))
-    return tuple(f"{name} {_registered_at(*name.split('/')[1:])}" for name in _seen.users)
+    places = ((name, _registered_at(*name.split("/")[1:])) for name in _seen.users)
+    return tuple(f"{name} {place}" for name, place in places if _FUNCTORCH not in place)
 
 
 class _Seen(threading.local):

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mtcompile
-from mtcompile import compiler
+from mtcompile import compiler, torch_private
 from mtcompile.cached.remembered import Remembered
 from mtcompile.capture.joint import joint_graph
 
@@ -25,6 +26,8 @@ from mtcompile.capture.joint import joint_graph
 def traced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """An entry per trace; nothing is remembered at first."""
     monkeypatch.setenv("MT_CACHE", str(tmp_path))
+    if torch_private.settings_of_traces(torch.device("cpu")) is None:
+        pytest.skip("a test before has left functions of torch's replaced or implemented: nothing is remembered then")
     traces: list[int] = []
     monkeypatch.setattr(compiler, "joint_graph", lambda *args: (traces.append(1), joint_graph(*args))[1])
     return traces
@@ -81,6 +84,12 @@ def test_an_equal_model_is_traced_once_whatever_its_budget(traced: list[int], mo
     assert len(traced) == 1
 
 
+def test_an_equal_model_is_traced_once_where_vmap_was_called(traced: list[int], model: nn.Module) -> None:
+    """At its first call, torch implements some of its operations for it."""
+    torch.vmap(torch.sin)(torch.zeros(2, 2))
+    assert is_plain(model) and is_plain(model) and len(traced) == 1
+
+
 def test_nothing_is_remembered_where_there_is_no_cache(
     traced: list[int], model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +118,7 @@ def implemented(operation: str, key: str, call: Callable[..., Any]) -> Iterator[
 
 
 def replaced(owner: Any, name: str, value: Any) -> Any:
-    return changed(lambda: getattr(owner, name), lambda new: setattr(owner, name, new), value)
+    return mock.patch.object(owner, name, value)  # which leaves no copy behind of what a class inherits
 
 
 _sdp, _einsum = torch.backends.cuda, torch.backends.opt_einsum
