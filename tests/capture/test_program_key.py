@@ -168,7 +168,7 @@ def test_what_the_user_has_changed_in_torch_is_never_remembered(what: str, trace
 
 def test_a_precision_that_torch_no_longer_tells_in_the_old_way_raises_nothing(traced: list[int], model: nn.Module) -> None:
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    with replaced(matmul, "fp32_precision", "bf16"):
+    with changed(lambda: matmul.fp32_precision, lambda new: setattr(matmul, "fp32_precision", new), "bf16"):
         assert is_plain(model)
     assert is_plain(model) and len(traced) == 2
 
@@ -197,10 +197,18 @@ class Doubled(torch.autograd.Function):
         return gradient * 3
 
 
-def test_models_that_differ_in_what_they_hold_or_call_share_nothing(traced: list[int]) -> None:
-    for count, held in enumerate((Held(1.0), Held(2.0), Held(1.0, torch.sin), Held(1.0, Doubled.apply)), 1):
+class OtherBackward(Doubled):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 5
+
+
+def test_models_that_call_something_else_share_nothing(traced: list[int]) -> None:
+    """What a model holds is an input: models that differ in that alone are traced once."""
+    for held, count in ((Held(1.0), 1), (Held(2.0), 1), (Held(1.0, torch.sin), 2), (Held(1.0, Doubled.apply), 3)):
         assert is_plain(held) and len(traced) == count
-    assert is_plain(Held(3.0))
+    assert is_plain(Held(1.0, Doubled.apply)) and len(traced) == 3
+    assert is_plain(Held(1.0, OtherBackward.apply)) and len(traced) == 4
 
 
 def test_a_model_is_free_when_its_user_lets_it_go(traced: list[int], model: nn.Module) -> None:
