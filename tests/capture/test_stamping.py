@@ -349,7 +349,8 @@ _LONG = ("two stacks", "one weight read by all", "counted", "one frozen")
 
 @pytest.fixture
 def inputs_traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many inputs the graphs have that torch traces."""
+    """How many inputs the graphs have that torch traces; none is remembered."""
+    monkeypatch.setenv("MT_CACHE", "0")
     counts: list[int] = []
     plain = torch_private.export_joint
     monkeypatch.setattr(torch_private, "export_joint", lambda *args: (counts.append(len(args[2])), plain(*args))[1])
