@@ -78,3 +78,24 @@ def flops_per_step(case: Case) -> int:
     tokens = case.batch * case.seq
     parameters = 12 * case.layers * case.width**2 + case.vocabulary * case.width
     return 6 * parameters * tokens + 6 * case.layers * tokens * case.seq * case.width
+
+
+class Language(nn.Module):
+    """Dropout, running statistics and tied weights. Subclasses may say what becomes of a layer's results (``after``)."""
+
+    def __init__(self, layers: int = 2, width: int = 64) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, width), nn.Linear(width, 256, bias=False)
+        self.head.weight = self.embed.weight
+        make = nn.TransformerEncoderLayer
+        self.layers = nn.ModuleList(make(width, 4, 2 * width, 0.1, batch_first=True) for _ in range(layers))
+        self.norm = nn.BatchNorm1d(width)
+
+    def after(self, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        for layer in self.layers:
+            h = self.after(layer(h))
+        return F.cross_entropy(self.head(self.norm(h.flatten(0, 1))), tokens.flatten())

@@ -32,34 +32,15 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mtcompile
 from benchmarks import faults
+from benchmarks.models import Language
 from benchmarks.run import about
 from mtcompile import checkpoint
 
-WIDTH = 64
 LENGTHS = range(3, 40)
-
-
-class Language(nn.Module):
-    """Dropout, running statistics and tied weights."""
-
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(256, WIDTH), nn.Linear(WIDTH, 256, bias=False)
-        self.head.weight = self.embed.weight
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, 0.1, batch_first=True) for _ in range(layers)
-        )
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        h = self.embed(tokens)
-        for layer in self.layers:
-            h = layer(h)
-        return nn.functional.cross_entropy(self.head(self.norm(h.flatten(0, 1))), tokens.flatten())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What is remembered, so that it is made once. The cache on disk keeps between runs: joint graphs, so that nothing is traced
+"""Remembers what takes long to make. The cache on disk keeps between runs: joint graphs, so that nothing is traced
 again; plans and the candidates they were chosen from, so that nothing is searched again, whatever the budget; this machine's
 speeds and the times of its kernels, so that nothing is measured again. This process remembers the joint graphs of all models.
 

@@ -45,11 +45,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 _Operator: Any = type(torch.ops.aten.add.Tensor)
 _ENUMERATIONS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 _OPS = ("placeholder", "call_function", "call_module", "output")
-_NAMESPACES = ("aten", "prims", "mtcompile")
+NAMESPACES = ("aten", "prims", "mtcompile")
 _OPENS_FILES = "filename"  # a parameter of operators that open a file: aten.from_file
 _META = ("phase", "block", "role", "tier", "nbytes", "name", "key", "rng_state", "rng_device", "early")
 _META += ("seq_nr", "module_path", "starts_block")  # what says which block a call is in
-_MOST_OF_CONSTANT = 64  # elements
+SMALL = 64  # elements of a constant that is written, or compared
 _DTYPES_OF_CONSTANTS = (torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -165,7 +165,7 @@ def _value(val: Any) -> Any:
 
 def _constant(value: torch.Tensor) -> list[Any]:
     plain = type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided
-    if not plain or not value.is_contiguous() or value.numel() > _MOST_OF_CONSTANT or value.dtype not in _DTYPES_OF_CONSTANTS:
+    if not plain or not value.is_contiguous() or value.numel() > SMALL or value.dtype not in _DTYPES_OF_CONSTANTS:
         raise GraphFormatError("expected only small constants")
     return [str(value.dtype).removeprefix("torch."), list(value.shape), value.reshape(-1).tolist()]
 
@@ -247,16 +247,16 @@ def _identifier(name: str) -> str:
 @functools.cache
 def _operator(name: str) -> Any:
     namespace, packet, overload = name.split(".")
-    overloads = getattr(getattr(torch.ops, namespace), packet) if namespace in _NAMESPACES else None
+    overloads = getattr(getattr(torch.ops, namespace), packet) if namespace in NAMESPACES else None
     overloaded = getattr(overloads, overload, None)
     if not isinstance(overloaded, _Operator) or not _allowed(overloaded):
-        raise GraphFormatError(f"expected an operator of {', '.join(_NAMESPACES)} that opens no file, found {name!r}")
+        raise GraphFormatError(f"expected an operator of {', '.join(NAMESPACES)} that opens no file, found {name!r}")
     return overloaded
 
 
 @functools.cache
 def _allowed(overloaded: Any) -> bool:
-    return overloaded.namespace in _NAMESPACES and all(a.name != _OPENS_FILES for a in overloaded._schema.arguments)
+    return overloaded.namespace in NAMESPACES and all(a.name != _OPENS_FILES for a in overloaded._schema.arguments)
 
 
 def _decoded(value: Any, env: Mapping[str, fx.Node]) -> Any:

@@ -1,4 +1,4 @@
-"""What this process remembers of models, beside what ``MT_CACHE`` keeps on disk: text and numbers, no tensors and modules."""
+"""The memory of this process for models, beside what ``MT_CACHE`` keeps on disk: text and numbers, no tensors and modules."""
 
 from __future__ import annotations
 

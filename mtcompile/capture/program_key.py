@@ -14,22 +14,10 @@ from torch import fx
 from mtcompile import torch_private
 from mtcompile.capture.description import Description, autocast_state
 from mtcompile.capture.outputs import fake_of
+from mtcompile.capture.stamping.blocks import WRITTEN_IN_FULL
 from mtcompile.capture.stamping.repeats import shape_of
 
-_IN_FULL: tuple[type, ...] = (
-    type(None),
-    type(...),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-)
-_IN_FULL += (torch.memory_format,)
+_IN_FULL = (*WRITTEN_IN_FULL, bool, bytes, torch.memory_format)
 _META = {"example_value", "nn_module_stack", "stack_trace", torch_private.NEEDS_GRAD}  # which the key holds
 _META |= {"source_fn_stack", "creation_timestamp", "tensor_dict", "grapharg", "steal_arg"}  # of which nothing is traced
 _GRAPHS_OWN = {"told", "is_part", "dynamo_flat_name_to_original_fqn", "dynamo_compile_id", "backend_id"}

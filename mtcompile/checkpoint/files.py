@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -70,7 +71,15 @@ def checksum(path: Path) -> str:
     """Returns the XXH3-128 of a file."""
     import xxhash
 
-    digest = xxhash.xxh3_128()
+    return _hexdigest(path, xxhash.xxh3_128())
+
+
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file. Raises OSError."""
+    return _hexdigest(path, hashlib.sha256())
+
+
+def _hexdigest(path: Path, digest: Any) -> str:
     with path.open("rb") as file:
         while piece := file.read(_PIECE_NBYTES):
             digest.update(piece)

@@ -1,4 +1,4 @@
-"""What was trained on what, as checkpoints tell it: a training's weights, data, options, versions and plan."""
+"""The provenance of a training, which its checkpoints tell: weights, data, options, versions and plan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from mtcompile.checkpoint.files import sha256
 from mtcompile.reading import installed_version
 
 _ORIGIN = "_mt_origin"  # of a module, beside its weights
 _TRAINING = "_mt_training"
-_PIECE_NBYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,6 @@ def provenance(model: nn.Module) -> dict[str, Any]:
         },
         "plans": [hashlib.sha256(plan.to_json().encode()).hexdigest() for plan in plans],
     }
-
-
-def sha256(file: Path) -> str:
-    """Returns the SHA-256 of a file, read piece by piece. Raises OSError."""
-    digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        while piece := opened.read(_PIECE_NBYTES):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def compared(told: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

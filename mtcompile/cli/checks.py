@@ -1,4 +1,4 @@
-"""What commands check of their arguments before torch is imported, which takes seconds: what cannot work ends at once."""
+"""Checks arguments of commands before torch is imported, which takes seconds: what cannot work ends at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def check_at_once(model: str | None, options: Any) -> None:
     if (machine := getattr(options, "machine", None)) is not None:
         check_machine(machine)
     trains = hasattr(options, "data")
-    files_of(options.data or ()) if trains else None
+    if trains:
+        files_of(options.data or ())
     if model is not None:
         _check_model(model, trains)
 

@@ -1,4 +1,4 @@
-"""What a folder of weights must hold to be trained, beside the weights; known before torch is imported."""
+"""Checks what a folder of weights must hold to be trained, beside the weights; imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What mtcompile asks of torch's private APIs, read from the sources of this folder, and whether a torch has it all.
+"""Reads from the sources of this folder what mtcompile asks of torch's private APIs, and tells whether a torch has it all.
 
 A torch that the tests have not seen is looked at once, when this folder is first imported: it is refused if a name is missing,
 and else there is one warning."""

@@ -1,4 +1,4 @@
-"""What a trace depends on beside its graph: the process's settings, and that torch's functions are torch's own."""
+"""The settings that a trace depends on beside its graph, and whether torch's functions are torch's own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
+from mtcompile.passes.graph_json import NAMESPACES
 from mtcompile.torch_private.kernels import kernel_choices
 
-_NAMESPACES = ("aten", "prims", "mtcompile")
 _OPERATORS = set(dir(torch._C._VariableFunctions))  # those that ``torch`` has as functions
 _CHANGED_BY_OTHERS = {"manual_seed", "compile"}  # which libraries replace, and nothing traced calls
 
@@ -80,7 +80,7 @@ def _are_torchs_own() -> bool:
 
 
 def about_input(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a trace sees of an input beside its dtype and layout."""
+    """Returns what a trace sees of an input beside its dtype and layout."""
     return tensor._is_view(), str(torch._C._dispatch_keys(tensor))
 
 
@@ -90,7 +90,7 @@ def name_of_function(function: Any) -> tuple[Any, ...] | None:
     kind, module = type(function), str(getattr(function, "__module__", None) or "torch")
     root, name = module.partition(".")[0], str(getattr(function, "__qualname__", ""))
     if isinstance(function, (OpOverload, OpOverloadPacket)):
-        return (kind, str(function)) if str(function).partition(".")[0] in _NAMESPACES else None
+        return (kind, str(function)) if str(function).partition(".")[0] in NAMESPACES else None
     if isinstance(function, HigherOrderOperator):
         return (kind, function.name()) if kind.__module__.partition(".")[0] in ("torch", "mtcompile") else None
     if kind.__name__ in ("builtin_function_or_method", "method_descriptor", "wrapper_descriptor"):

@@ -30,7 +30,7 @@ def references(node: fx.Node) -> list[fx.Node]:
     return operands
 
 
-_WRITTEN_IN_FULL = (int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout)
+WRITTEN_IN_FULL = (int, float, complex, str, type(None), type(...), torch.dtype, torch.device, torch.layout)
 
 
 def structure(node: fx.Node) -> str:
@@ -40,7 +40,7 @@ def structure(node: fx.Node) -> str:
     def written(leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):
             return fx.node.Node
-        return leaf if isinstance(leaf, _WRITTEN_IN_FULL) else (type(leaf), id(leaf))
+        return leaf if isinstance(leaf, WRITTEN_IN_FULL) else (type(leaf), id(leaf))
 
     return repr(fx.node.map_aggregate((node.args, node.kwargs), written))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,10 +57,10 @@ def shortened(
     specs = dict(zip(graph.find_nodes(op="placeholder"), description.inputs, strict=True))
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for run in _runs(calls, description.graph):
-        inputs, kinds = _inputs_of_blocks(run, specs, _outputs(graph)) or (None, ())
+        returned = _returned(run, _outputs(graph))
+        inputs, kinds = _inputs_of_blocks(run, specs, set(returned.values())) or (None, ())
         paths = _paths(run, description.graph, path_of) if inputs else None  # without inputs, no joint graph tells blocks apart
         if inputs and paths is not None and (selection := selection_of(kinds)) is not None:
-            returned = _returned(run, _outputs(graph))
             if tangents is not None and any(tangents[index] for index in returned):
                 return None
             places = {index: returned.get(index, index) for index in range(len(description.computed))}
@@ -85,14 +85,8 @@ def _outputs(graph: fx.Graph) -> Sequence[fx.Node]:
 def _returned(run: _Run, outputs: Sequence[fx.Node]) -> dict[int, Place]:
     """Returns the place of each output, by its index, that all blocks return alike."""
     index = {node: position for position, node in enumerate(outputs)}
-    columns = ((position, [index.get(node) for node in column]) for position, column in run.columns())
-    return {
-        one: (block, position)
-        for position, found in columns
-        if None not in found
-        for block, one in enumerate(found)
-        if one is not None
-    }
+    columns = ((position, column) for position, column in run.columns() if index.keys() >= set(column))
+    return {index[node]: (block, position) for position, column in columns for block, node in enumerate(column)}
 
 
 def _as_traced(place: Place | int, selection: Selection) -> Place | int:
@@ -168,10 +162,10 @@ def _known(tensor: torch.Tensor) -> Any:
 
 
 def _inputs_of_blocks(
-    run: _Run, specs: Mapping[fx.Node, InputSpec], outputs: Sequence[fx.Node]
+    run: _Run, specs: Mapping[fx.Node, InputSpec], returned: Set[Place]
 ) -> tuple[dict[fx.Node, Place], list[tuple[fx.Node, ...]]] | None:
     """Returns the place of each input that belongs to one block, and for each block its operands that differ between blocks.
-    Returns None where the blocks are not equal."""
+    Returns None where the blocks are not equal. ``returned``: the places of what all blocks return alike."""
     places: dict[fx.Node, Place] = {
         node: (block, position) for position, column in run.columns() for block, node in enumerate(column)
     }
@@ -189,7 +183,6 @@ def _inputs_of_blocks(
         differing += others
     if _views_go_on(run) or _share_memory(places, specs):
         return None
-    returned = set(_returned(run, outputs).values())
     for node, place in places.items():
         outside = (user for user in node.users if user not in places and (user.op != "output" or place not in returned))
         if 0 < place[0] < run.count - 1 and any(outside):

@@ -13,11 +13,11 @@ from torch import fx
 
 from mtcompile.capture.stamping.blocks import Blocks
 from mtcompile.capture.stamping.segments import Phase, Read, Segment, Segments, Spot, Unlike, segments_of
+from mtcompile.passes.graph_json import SMALL
 from mtcompile.passes.lazy_graph import LazyGraphModule
 from mtcompile.passes.step_graph import OutputSpec, inputs_of, new_node, outputs_of
 
 # What the joint graph has been annotated from; copies would have that of another block.
-_SMALL = 64  # elements of a constant that is compared
 _ANNOTATED_FROM = ("nn_module_stack", "fwd_nn_module_stack", "desc")
 # How torch names inputs, with and without a backward.
 _NAMINGS: Sequence[Callable[[int], str]] = (lambda index: f"primals_{index + 1}", lambda index: f"arg{index}_1")
@@ -48,7 +48,7 @@ def named(joint: fx.GraphModule) -> fx.GraphModule:
 
 def _content(constant: object, node: fx.Node) -> str:
     """Returns what is equal for small constants with the same content; else what is the node's own."""
-    if not isinstance(constant, torch.Tensor) or constant.numel() > _SMALL:
+    if not isinstance(constant, torch.Tensor) or constant.numel() > SMALL:
         return str(node.target)
     return repr((constant.dtype, constant.device, constant.shape, constant.stride(), constant.tolist()))
 
