@@ -81,6 +81,8 @@ class CpuFetcher:
     def close(self) -> None:
         self._closed = True
         with self._busy:
+            for copying in self._asked:  # an interrupted start or join leaves a thread, which holds them until it has its turn
+                copying.tensors = None
             self._asked.clear()
         self._queue.put(None)
         if self._thread is not None and self._thread.is_alive():

@@ -64,3 +64,10 @@ def test_a_throttled_link_takes_its_time_and_keeps_strides() -> None:
         assert torch.equal(target, source) and target.stride() == source.stride()
     assert time.perf_counter() - began >= 60e-6 * len(SOURCES)
     fetcher.close()
+
+
+def test_what_is_closed_holds_no_tensor_even_while_its_thread_has_not_ended() -> None:
+    fetcher = CpuFetcher(gbps=1e-5)  # the first copy takes 6 ms: the others have not begun
+    copies = [fetcher.fetch(source) for source in SOURCES]
+    fetcher.close()
+    assert all(ticket.tensors is None for _, ticket in copies)
