@@ -15,12 +15,12 @@ from mtcompile.capture.outputs import changes_operand
 from mtcompile.capture.refusals import place_of
 from mtcompile.errors import CaptureError
 from mtcompile.passes.step_graph import InputSpec, is_check, writes
-from mtcompile.torch_private import changes_within, gives_no_gradients, pytree
+from mtcompile.torch_private import gives_no_gradients, pytree, repeated_effects
 
 
 def check_checkpoints(graph: fx.GraphModule, inputs: Sequence[InputSpec]) -> None:
     """Raises CaptureError for a torch.utils.checkpoint in Dynamo's graph at which a plain run stops gradients, or in which it
-    changes a tensor twice."""
+    changes a tensor twice or draws other random numbers in the backward."""
     for module in graph.modules():
         for node in _checkpoints(module) if isinstance(module, fx.GraphModule) else ():
             if gives_no_gradients(node):
@@ -31,7 +31,7 @@ def check_checkpoints(graph: fx.GraphModule, inputs: Sequence[InputSpec]) -> Non
                 )
     specs: dict[Any, InputSpec] = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
     for node in _checkpoints(graph):
-        _check_changes(graph, node, specs)
+        _check_effects(graph, node, specs)
 
 
 def _checkpoints(graph: fx.GraphModule) -> Iterator[fx.Node]:
@@ -42,16 +42,22 @@ def _checkpoints(graph: fx.GraphModule) -> Iterator[fx.Node]:
             yield node
 
 
-def _check_changes(graph: fx.GraphModule, node: fx.Node, specs: dict[Any, InputSpec]) -> None:
-    """Raises CaptureError for a checkpoint that changes, in place, a tensor made outside it: in a plain run, the backward
-    computes it again, and so changes the tensor twice."""
+def _check_effects(graph: fx.GraphModule, node: fx.Node, specs: dict[Any, InputSpec]) -> None:
+    """Raises CaptureError for a checkpoint that changes, in place, a tensor made outside it, or draws random numbers anew: a
+    plain run computes it again in the backward, and so changes the tensor twice, or has gradients by other numbers."""
     body: Any = node.args[0]
     operands = node.args[1:]
     values = [value.meta.get("example_value") if isinstance(value, fx.Node) else value for value in operands]
-    for position, change in changes_within(getattr(graph, body.target), values):
+    for position, effect in repeated_effects(node, getattr(graph, body.target), values):
+        if position is None:
+            raise CaptureError(
+                "torch.utils.checkpoint with preserve_rng_state=False draws random numbers, and a plain run draws others in "
+                f"the backward{place_of([effect, node])}\n"
+                "  remove preserve_rng_state=False, or the checkpoint: mtcompile itself recomputes what does not fit"
+            )
         raise CaptureError(
             f"torch.utils.checkpoint makes a change in the values of {_named(specs.get(operands[position]))}, and a plain "
-            f"run repeats it in the backward{place_of([change, node])}\n"
+            f"run repeats it in the backward{place_of([effect, node])}\n"
             "  remove the checkpoint: mtcompile itself recomputes what does not fit into memory"
         )
 

@@ -256,39 +256,47 @@ def plainly() -> Iterator[None]:
         yield
 
 
-def changes_within(body: fx.GraphModule, operands: Sequence[Any]) -> Iterator[tuple[int, fx.Node]]:
-    """Yields (position, node) for each change in place of an operand of a captured function: the operand's position, and the
-    node that changes it. Runs the function on the operands, which are fake tensors."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
+def repeated_effects(
+    checkpoint: fx.Node, body: fx.GraphModule, operands: Sequence[Any]
+) -> Iterator[tuple[int | None, fx.Node]]:
+    """Yields what differs when a plain run computes the body of a checkpoint again in the backward: (position, node) for each
+    change in place of an operand, and (None, node) for each draw of random numbers whose generator's state is not restored
+    then. Runs the body on the operands, which are fake tensors."""
     changed = set[int]()  # storages of the statistics that a batch norm changes, which its schema does not say
+    draws = [False]
 
-    class Statistics(TorchDispatchMode):
+    class Calls(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if "batch_norm" in func.__name__ and "backward" not in func.__name__ and len(args) > 5 and args[5] is True:
                 changed.update(storage_id(tensor) for tensor in args[3:5] if isinstance(tensor, torch.Tensor))
+            draws[0] |= torch.Tag.nondeterministic_seeded in func.tags
             return func(*args, **(kwargs or {}))
 
     class Watching(fx.Interpreter):
+        def __init__(self, checkpoint: fx.Node, body: fx.GraphModule, restores: bool) -> None:
+            super().__init__(body)
+            self.restores = restores and bool(checkpoint.kwargs.get("preserve_rng_state", True))
+
         def run_node(self, node: fx.Node) -> Any:
+            if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+                inner, *args = self.fetch_args_kwargs_from_env(node)[0]
+                return Watching(node, inner, self.restores).run(*args)
             changed.clear()
+            draws[0] = False
             before = [_version(operand) for operand in operands]
             result = super().run_node(node)
             for position, operand in enumerate(operands):
                 of_statistics = isinstance(operand, torch.Tensor) and storage_id(operand) in changed
                 if of_statistics or _version(operand) != before[position]:
-                    changes.append((position, node))
+                    effects.append((position, node))
+            if draws[0] and not self.restores:
+                effects.append((None, node))
             return result
 
-        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            if target is torch.ops.higher_order.tag_activation_checkpoint:
-                return fx.Interpreter(args[0]).run(*args[1:])
-            return super().call_function(target, args, kwargs)
-
-    changes: list[tuple[int, fx.Node]] = []
-    with fake_mode_of(operands) or contextlib.nullcontext(), torch.no_grad(), Statistics():  # type: ignore[no-untyped-call]
-        Watching(body).run(*operands)
-    return iter(changes)
+    effects: list[tuple[int | None, fx.Node]] = []
+    with fake_mode_of(operands) or contextlib.nullcontext(), torch.no_grad(), Calls():  # type: ignore[no-untyped-call]
+        Watching(checkpoint, body, True).run(*operands)
+    return iter(effects)
 
 
 def _version(value: Any) -> int:

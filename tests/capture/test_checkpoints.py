@@ -31,8 +31,12 @@ class Model(nn.Module):
         return self.within(self, self.first(x), x).pow(2).sum()
 
 
-def again(function: Callable[..., Tensor], *args: Tensor, use_reentrant: bool = False) -> Tensor:
-    return checkpoint(function, *args, use_reentrant=use_reentrant)  # type: ignore[no-any-return]
+def again(function: Callable[..., Tensor], *args: Tensor, use_reentrant: bool = False, **options: bool) -> Tensor:
+    return checkpoint(function, *args, use_reentrant=use_reentrant, **options)  # type: ignore[no-any-return]
+
+
+def unrestored(function: Callable[..., Tensor], *args: Tensor, **options: bool) -> Tensor:
+    return again(function, *args, preserve_rng_state=False, **options)
 
 
 def normed_alone(model: Any, z: Tensor) -> Tensor:
@@ -70,12 +74,29 @@ def test_a_change_in_place_that_a_plain_run_makes_twice_is_refused(kind: str) ->
     assert not model.count and not model.state.any() and not model.norm.num_batches_tracked and bool((x == 1).all())
 
 
+DRAWS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "dropout": lambda m, h, x: unrestored(lambda z: m.inner(m.dropout(z)), h),
+    "reentrant": lambda m, h, x: unrestored(lambda z: m.inner(m.dropout(z)), h, use_reentrant=True),
+    "noise": lambda m, h, x: unrestored(lambda z: m.inner(z * torch.rand_like(z)), h),
+    "in attention": lambda m, h, x: unrestored(lambda z: F.scaled_dot_product_attention(z, z, z, dropout_p=0.5), h[None, None]),
+    "around another": lambda m, h, x: unrestored(lambda z: again(lambda y: m.inner(m.dropout(y)), z).tanh(), h),
+    "within another": lambda m, h, x: again(lambda z: unrestored(lambda y: m.inner(m.dropout(y)), z).tanh(), h),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_random_numbers_that_a_plain_run_draws_anew_are_refused(kind: str) -> None:
+    with pytest.raises(mtcompile.CaptureError, match=r"(?s)others in the backward.*test_checkpoints\.py:.*preserve_rng_state"):
+        mtcompile.compile(Model(DRAWS[kind]), memory="1GiB")(x=torch.ones(5, 6))
+
+
 AS_IN_A_PLAIN_RUN: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "dropout": lambda m, h, x: again(lambda z: m.inner(m.dropout(z)), h),
     "reentrant": lambda m, h, x: again(lambda z: m.inner(m.dropout(z)), h, use_reentrant=True),
     "a change of its own value": lambda m, h, x: again(lambda z: m.inner(z).tanh().mul(2).add_(1), h),
     "statistics that are only read": lambda m, h, x: again(lambda z: F.batch_norm(z, m.state, m.state + 1), h),
     "where no gradient flows": lambda m, h, x: h + without_grad(m, h),
+    "no draw": lambda m, h, x: unrestored(lambda z: F.dropout(m.inner(z), 0.3, training=False), h),
     "one within another": lambda m, h, x: again(lambda z: again(m.inner, z).tanh(), h),
 }
 
