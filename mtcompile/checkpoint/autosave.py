@@ -33,6 +33,7 @@ from mtcompile.checkpoint.content import (
     updates_in_backward,
 )
 from mtcompile.checkpoint.saving import begin, finish_saving, note
+from mtcompile.checkpoint.signatures import private_key
 from mtcompile.checkpoint.writing import check_room, write
 from mtcompile.reading import signals_noted
 from mtcompile.references import with_hooks
@@ -52,6 +53,7 @@ def autosave(
     others: Mapping[str, Any] | None = None,
     keep: int = 2,
     files: Mapping[str, bytes] | None = None,
+    signing_key: str | os.PathLike[str] | None = None,
     background: bool = False,
     on_sigterm: bool = True,
 ) -> Iterator[Autosave]:
@@ -68,8 +70,9 @@ def autosave(
     A resumed training has the same bits. Raises as ``save`` does. The folder is tested before the first step: a file is
     written, synced and renamed there, and one checkpoint must have room.
     """
+    key = None if signing_key is None else private_key(signing_key)
     check_room(folder_of_rank(Path(folder), rank_of(model)), expected_nbytes(model, optimizer))
-    saver = Autosave(Path(folder), model, optimizer, others or {}, keep, files or {}, background, every, minutes * 60)
+    saver = Autosave(Path(folder), model, optimizer, others or {}, keep, files or {}, key, background, every, minutes * 60)
     with contextlib.ExitStack() as stack:
         if optimizer is not None:
             stack.callback(with_hooks(optimizer).register_step_pre_hook(saver._stepping).remove)
@@ -100,6 +103,7 @@ class Autosave:
     others: Mapping[str, Any]
     keep: int
     files: Mapping[str, bytes]
+    key: Any
     background: bool
     every: int
     seconds: float
@@ -154,7 +158,7 @@ class Autosave:
         finish_saving(self.folder)
         with saving_together(self.model):
             content = content_of(self.folder, self.model, self.optimizer, last, self.keep, gradients=False)
-            content = content.with_files(self.files)
+            content = content.with_files(self.files, self.key)
             if self.background and not self.stopping:
                 begin(self.folder, content).note_to(self.model)
             else:

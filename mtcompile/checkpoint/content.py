@@ -21,6 +21,7 @@ from mtcompile.checkpoint.files import MANIFEST, may_be_added
 from mtcompile.checkpoint.generators import generator_states
 from mtcompile.checkpoint.provenance import provenance
 from mtcompile.checkpoint.shards import INDEX
+from mtcompile.checkpoint.signatures import SIGNATURE
 from mtcompile.errors import CheckpointError, StepError
 from mtcompile.optim.state_sizes import state_nbytes
 from mtcompile.references import with_hooks
@@ -34,7 +35,7 @@ _HALF_LOADED = "_mt_half_loaded"  # of a plain model: hooks that refuse it
 class Content:
     """All that a checkpoint of ``step`` is to hold; of a rank that is not the first, its random generators alone.
     ``tied``: name -> the parameter that it shares all of its memory with. ``tensors``: those of ``state``, by their numbers.
-    ``files``: further files as bytes by name, config.json among them."""
+    ``files``: further files as bytes by name, config.json among them. ``key``: signs it, if there is one."""
 
     step: int
     keep: int
@@ -44,6 +45,7 @@ class Content:
     state: Mapping[str, Any]
     files: Mapping[str, bytes]
     rank: int = 0
+    key: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -54,14 +56,14 @@ class Content:
         weights = {name: _copy(tensor) for name, tensor in self.weights.items()}
         return replace(self, weights=weights, tensors={name: _copy(tensor) for name, tensor in self.tensors.items()})
 
-    def with_files(self, files: Mapping[str, bytes]) -> Content:
-        """Returns the same content with the caller's files. Raises ValueError for a name that they cannot have."""
+    def with_files(self, files: Mapping[str, bytes], key: Any) -> Content:
+        """Returns the same content with the caller's files and key. Raises ValueError for a name that they cannot have."""
         for name in files:
-            if name in (MANIFEST, "config.json") or name.endswith(INDEX) or not may_be_added(name):
+            if name in (MANIFEST, SIGNATURE, "config.json") or name.endswith(INDEX) or not may_be_added(name):
                 raise ValueError(
                     f"expected files= to have names of their own that end in .json, .jinja, .txt or .model, found {name!r}"
                 )
-        return replace(self, files={**self.files, **files})
+        return replace(self, files={**self.files, **files}, key=key)
 
 
 def _copy(tensor: Storable) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from mtcompile.checkpoint.content import Content, content_of, moment, saving_together
+from mtcompile.checkpoint.signatures import private_key
 from mtcompile.checkpoint.writing import write
 from mtcompile.machine.device import check_room
 from mtcompile.runtime.schedule import gib
@@ -55,14 +56,16 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
     files: Mapping[str, bytes] | None = None,
+    signing_key: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Saves a checkpoint of a plain or compiled model. Returns its folder, ``folder/step-00000012``.
 
-    step     how many steps the model has trained
-    others   objects with ``state_dict()`` by name, such as a scheduler, a GradScaler or a data loader
-    extra    numbers, text and tensors of your own by name, such as the position in the data
-    keep     how many checkpoints stay in ``folder``; older ones are deleted last, 0 keeps all
-    files    further files of the checkpoint, as bytes by name, such as a tokenizer's: .json, .jinja, .txt or .model
+    step           how many steps the model has trained
+    others         objects with ``state_dict()`` by name, such as a scheduler, a GradScaler or a data loader
+    extra          numbers, text and tensors of your own by name, such as the position in the data
+    keep           how many checkpoints stay in ``folder``; older ones are deleted last, 0 keeps all
+    files          further files of the checkpoint, as bytes by name, such as a tokenizer's: .json, .jinja, .txt or .model
+    signing_key    a file with a private Ed25519 key, as PEM or of OpenSSH, that signs the checkpoint
 
     Where several ranks train, all of them call it: the first saves the training, the others their random generators, beside
     it. Nobody waits, unless each host has a part of the optimizer state, which it sends to the first rank. The states of
@@ -70,9 +73,10 @@ def save(
     Raises CheckpointError if another process saves into ``folder`` or what is there is no checkpoint, TypeError for state that
     is neither numbers, text nor tensors, and OSError if the disk refuses. The earlier checkpoints are then as they were.
     """
+    key = None if signing_key is None else private_key(signing_key)
     finish_saving(folder)
     with saving_together(model):
-        content = content_of(Path(folder), model, optimizer, moment(step, others, extra), keep).with_files(files or {})
+        content = content_of(Path(folder), model, optimizer, moment(step, others, extra), keep).with_files(files or {}, key)
         return write(Path(folder), content)
 
 
@@ -86,6 +90,7 @@ def save_in_background(
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
     files: Mapping[str, bytes] | None = None,
+    signing_key: str | os.PathLike[str] | None = None,
 ) -> BackgroundSave:
     """Saves a checkpoint as ``save`` does, of the values as they are now, while the training goes on.
 
@@ -93,9 +98,10 @@ def save_in_background(
     and the end of the program wait for this one. Raises as ``save`` does before anything is written, and BudgetError if host
     memory has no room for the copy. A later error is a warning, and is raised by ``wait`` or by the next save into ``folder``.
     """
+    key = None if signing_key is None else private_key(signing_key)
     finish_saving(folder)
     with saving_together(model):
-        content = content_of(Path(folder), model, optimizer, moment(step, others, extra), keep).with_files(files or {})
+        content = content_of(Path(folder), model, optimizer, moment(step, others, extra), keep).with_files(files or {}, key)
         saving = begin(Path(folder), content)
     saving.note_to(model)
     return saving

@@ -11,6 +11,7 @@ from pathlib import Path
 from mtcompile.checkpoint.content import Content, folder_of_rank
 from mtcompile.checkpoint.encoding import Storable
 from mtcompile.checkpoint.files import (
+    MANIFEST,
     FileEntry,
     Manifest,
     checkpoints,
@@ -29,6 +30,7 @@ from mtcompile.checkpoint.files import (
 )
 from mtcompile.checkpoint.shard_writer import write_shard
 from mtcompile.checkpoint.shards import INDEX
+from mtcompile.checkpoint.signatures import SIGNATURE, sign
 from mtcompile.errors import CheckpointError
 from mtcompile.runtime.schedule import gib
 
@@ -60,6 +62,8 @@ def write(folder: Path, content: Content) -> Path:
                 files = _write_shards(new, "model", content.weights) | _write_shards(new, "state", content.tensors)
                 files |= {name: _write_bytes(new / name, data) for name, data in content.files.items()}
                 write_manifest(new, Manifest(serial, step, files, content.tied, content.state))
+                if content.key is not None:
+                    sign(new, {MANIFEST, *files}, content.key)
                 on_disk(new)
                 read_manifest(new)  # what is saved can be read, or the earlier ones stay
                 target = _renamed(new, folder, step, serial)
@@ -68,7 +72,7 @@ def write(folder: Path, content: Content) -> Path:
                 raise
             on_disk(folder)
             for path, manifest in before[: len(before) + 1 - keep] if 0 < keep <= len(before) else ():
-                delete(path, manifest.files)
+                delete(path, {SIGNATURE, *manifest.files})
     except CheckpointError:
         raise
     except (OSError, RuntimeError) as error:

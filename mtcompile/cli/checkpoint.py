@@ -23,29 +23,44 @@ def commands() -> None:
 @checkpoint.command()
 def verify(
     folder: Annotated[Path, typer.Argument(help="a checkpoint, or a folder of checkpoints: the one that was saved last")],
+    public: Annotated[
+        Path | None,
+        typer.Option("--public-key", help="a file with the public Ed25519 key that must have signed it (PEM or OpenSSH)"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Read every byte of a checkpoint, and say what was trained on what.
 
     Compares the checkpoint's files with their checksums, and the weights and data that mtcompile train --save began with, where
-    they still are, with the SHA-256 that the checkpoint names. This finds damage and mistakes; a checkpoint can be forged.
+    they still are, with the SHA-256 that the checkpoint names. This finds damage and mistakes. To find forgeries too, save with
+    --signing-key and verify with --public-key.
 
     \b
     Example:
-      mtcompile checkpoint verify run
+      mtcompile checkpoint verify run --public-key key.pub
 
-    Exit code 0: the checkpoint is whole, and no file is another one; 5: a file is another one; 2: damaged or no checkpoint.
+    Exit code 0: the checkpoint is whole, and no file is another one; 5: a file is another one; 2: damaged, not signed by that
+    key, or no checkpoint.
     """
     from mtcompile.checkpoint.provenance import compared
     from mtcompile.checkpoint.reading import verified
+    from mtcompile.checkpoint.signatures import public_key
+    from mtcompile.errors import CheckpointError
 
-    found = verified(folder)
+    expected = None if public is None else public_key(public)
+    found, key = verified(folder)
+    if expected not in (None, key):
+        by = "no signature" if key is None else f"a signature of {key}"
+        raise CheckpointError(f"{found.path}: expected a signature of {expected}, the key in {public}, found {by}")
     told, files = found.provenance, list(compared(found.provenance))
     if as_json:
         rows = [{"kind": kind, "path": path, "found": outcome} for kind, path, outcome in files]
-        print(json.dumps({"path": str(found.path), "step": found.step, "files": rows, "provenance": told}, indent=1))
+        whole = {"path": str(found.path), "step": found.step, "signed_by": key, "files": rows, "provenance": told}
+        print(json.dumps(whole, indent=1))
     else:
         lines = [f"{found.path}: whole, step {found.step}"]
+        if key is not None:
+            lines.append(f"  signed by {key}" + ("" if public else ": pass --public-key to know whose key that is"))
         lines += [f"  {kind}: {path}: {outcome}" for kind, path, outcome in files]
         lines += [f"  new, not from a file: {', '.join(origin['new'])}" for origin in told.get("weights", []) if origin["new"]]
         lines += [f"  {name}: {value}" for part in ("versions", "options") for name, value in told.get(part, {}).items()]

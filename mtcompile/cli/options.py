@@ -179,6 +179,9 @@ class RecipeOptions(TrainingOptions):
     save_every: Annotated[int, typer.Option(min=0, help="steps between checkpoints; 0: only at the end")] = 0
     save_minutes: Annotated[float, typer.Option(min=0, help="minutes between checkpoints; 0: only at the end")] = 0.0
     resume: Annotated[Path | None, typer.Option(help="a folder that --save wrote, to continue from")] = None
+    signing_key: Annotated[
+        Path | None, typer.Option(help="a file with a private Ed25519 key (PEM or OpenSSH), which signs the checkpoints")
+    ] = None
 
 
 def values(options: Any) -> dict[str, Any]:

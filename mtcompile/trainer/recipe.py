@@ -10,6 +10,7 @@ from pathlib import Path
 from mtcompile import checkpoint, knobs
 from mtcompile.checkpoint.files import try_folder
 from mtcompile.checkpoint.shards import stored_tensors
+from mtcompile.checkpoint.signatures import private_key
 from mtcompile.data.encoding import TooLong
 from mtcompile.models.shapes import check_shape
 from mtcompile.sizes import parse_bytes
@@ -23,9 +24,9 @@ class Recipe:
     """The settings of a training. ``model``: a built-in shape, a Hugging Face config.json, or a folder of pretrained weights;
     ``data``: files and folders (none: the standard library's sources); ``memory``, ``host``, ``disk``: bytes as text; ``clip``:
     0 for no clipping; ``evaluate_every`` and ``save_every``: in steps, ``save_minutes``: in minutes, 0 for never; ``resume``,
-    ``save``: folders; ``metrics``: a file of JSON lines; ``packing``, ``too_long``, ``chat_template``, ``allow_new``: for a
-    folder. The others are ``compile``'s and AdamW's. If ``seq``, ``steps`` or ``lr`` is None, ``length``, ``steps_of`` and
-    ``rate`` say what is taken."""
+    ``save``: folders; ``signing_key``: a file; ``metrics``: a file of JSON lines; ``packing``, ``too_long``,
+    ``chat_template``, ``allow_new``: for a folder. The others are ``compile``'s and AdamW's. If ``seq``, ``steps`` or ``lr``
+    is None, ``length``, ``steps_of`` and ``rate`` say what is taken."""
 
     model: str
     data: tuple[Path, ...] = ()
@@ -58,6 +59,7 @@ class Recipe:
     save_every: int = 0
     save_minutes: float = 0.0
     resume: Path | None = None
+    signing_key: Path | None = None
 
     @property
     def pretrained(self) -> bool:
@@ -106,6 +108,10 @@ def check(recipe: Recipe) -> None:
         raise ValueError(f"expected --save-minutes to be a number of 0 or more, found {recipe.save_minutes:g}")
     if recipe.save_minutes and recipe.save is None:
         raise ValueError(f"expected --save with --save-minutes {recipe.save_minutes:g}, found no folder to save into")
+    if recipe.signing_key is not None:
+        if recipe.save is None:
+            raise ValueError(f"expected --save with --signing-key {recipe.signing_key}, found no folder to save into")
+        private_key(recipe.signing_key)
     _check_kind(recipe)
     if recipe.resume is not None:
         checkpoint.inspect(recipe.resume)

@@ -147,6 +147,7 @@ def saving(job: Job) -> contextlib.AbstractContextManager[checkpoint.Autosave | 
     if recipe.save is None:
         return contextlib.nullcontext()
     options: dict[str, Any] = {"every": recipe.save_every, "minutes": recipe.save_minutes, "files": job.files}
+    options["signing_key"] = recipe.signing_key
     return checkpoint.autosave(recipe.save, job.model, job.optimizer, on_sigterm=False, **options)
 
 

@@ -150,7 +150,9 @@ def test_commands_and_options_in_the_pages_exist() -> None:
             if command and not line.endswith(("=", ".py")):
                 name, arguments = command.groups()
                 assert name in commands, f"{page.name}: {line}"
-                options = {option for parameter in commands[name].params for option in parameter.opts} | {"--help"}
+                within = getattr(commands[name], "commands", {}).values()  # of a group, such as checkpoint verify
+                parameters = [parameter for each in (commands[name], *within) for parameter in each.params]
+                options = {option for parameter in parameters for option in parameter.opts} | {"--help"}
                 used = re.findall(r"(?<=\s)--?[a-z][\w-]*", arguments.partition("#")[0])
                 assert set(used) <= options, f"{page.name}: {line}"
                 seen.add(name)
