@@ -85,7 +85,7 @@ def in_child(folder: Path, file: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=float, nargs="*", default=[25, 50, 100], help="MB of each text")
-    parser.add_argument("--conversation", type=float, nargs="*", default=[0.25, 0.5, 1], help="MB of each conversation")
+    parser.add_argument("--conversation", type=float, nargs="*", default=[0.25, 0.5, 1, 2, 4], help="MB of each conversation")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--one", type=Path, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
