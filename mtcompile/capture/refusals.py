@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from mtcompile import knobs, torch_private
 from mtcompile.errors import CaptureError, MtcompileError
+from mtcompile.optim.precision import Precision
 from mtcompile.passes.joint.batch.joining import Micro
 from mtcompile.reading import printable
 
@@ -48,6 +49,7 @@ _OTHERWISE = (
     "try torch.where / a tensor operation at that line, or compile the submodules that do not contain it"
 )
 
+_DTYPES = re.compile(r"same dtype|scalar type|should be the same|mixed dtype")
 
 _UNTRACED = (
     "expected operations that torch can trace from shapes and dtypes alone: use others at that line, or compile the "
@@ -64,6 +66,20 @@ _RESUMED = r"^(?:torch_dynamo_resume_in_)+(.*?)(?:_at_\d+)+$"  # the name that D
 
 class NotOneGraph(CaptureError):
     """Raised for what cannot be part of a graph, but may stand between two."""
+
+
+@contextlib.contextmanager
+def naming_casts(precision: Precision) -> Iterator[None]:
+    """Adds to errors about operands of two dtypes that ``precision`` has cast the parameters and nothing else."""
+    try:
+        yield
+    except (RuntimeError, CaptureError) as error:
+        if precision.weights is None or type(error) not in (RuntimeError, CaptureError) or not _DTYPES.search(str(error)):
+            raise
+        raise type(error)(
+            f'{error}\n  precision="{precision.name}" has cast the parameters only: pass inputs in {precision.weights}, and '
+            "cast floating-point buffers, such as a batch norm's, before compile: buffer.data = buffer.data.to(...)"
+        ) from error
 
 
 def place_in(text: str) -> str:

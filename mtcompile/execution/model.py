@@ -17,6 +17,7 @@ from mtcompile import torch_private
 from mtcompile.capture.arguments import Attributes, batch_sizes, micro_batches, possible_counts, sent, with_whole
 from mtcompile.capture.description import describe
 from mtcompile.capture.dynamo import front_end
+from mtcompile.capture.refusals import naming_casts
 from mtcompile.capture.surroundings import Surroundings
 from mtcompile.distributed.door import RanksDoor
 from mtcompile.distributed.ranks import Ranks
@@ -188,7 +189,7 @@ class CompiledModel:
                 'precision="bf16-master32" needs the optimizer that updates the fp32 masters: pass optimizer= to compile, or '
                 "call model.bind(optimizer)"
             )
-        with self.door.training_call():
+        with self.door.training_call(), naming_casts(self.options.precision):
             return self._run(args, kwargs)
 
     def _in_transform(self, args: Any, kwargs: Any) -> Any:

@@ -440,3 +440,18 @@ def test_gradients_of_a_step_that_failed_are_not_used_again() -> None:
     optimizer.zero_grad()
     assert all(map(torch.equal, expected, state()))
     assert not model._mt_model.door.masters._hidden_gradients
+
+
+@pytest.mark.parametrize("cast_input", [False, True])
+def test_operands_of_two_dtypes_are_told_by_what_was_cast(cast_input: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    x = torch.randn(3, 4)
+    compiled = mtcompile.compile(
+        model, memory="1MiB", precision="bf16-master32", optimizer=torch.optim.AdamW(model.parameters())
+    )
+    with pytest.raises(RuntimeError, match=r'(?s)BFloat16.*"bf16-master32" has cast the parameters only'):
+        compiled(x.bfloat16() if cast_input else x)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.bfloat16()
+    assert torch.isfinite(compiled(x.bfloat16())).all()
