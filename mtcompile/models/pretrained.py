@@ -413,7 +413,7 @@ def _refuse_others(
     if not (lacking or left or reshaped):
         return
     others = [f"{name} of shape {shapes[name][0]} instead of {shapes[name][1]}" for name in reshaped]
-    new = sorted({name.rpartition(".")[0] or name for name in (*lacking, *left, *reshaped)})[:_MOST_NAMES]
+    new = sorted({*allow_new, *(name.rpartition(".")[0] or name for name in (*lacking, *left, *reshaped)[:_MOST_NAMES])})
     raise CheckpointError(
         f"expected the weights of {what} in {folder}; missing there: {_first(lacking)}; of other shapes: {_first(others)}; not "
         f"in {what}: {_first(left)}. Take files and a configuration that belong together. If a part is to be new, such "

@@ -184,6 +184,8 @@ def test_a_part_of_a_module_may_be_new(tmp_path: Path) -> None:
     module.bias.data.copy_(bias)
     with pytest.raises(mtcompile.CheckpointError, match=r"missing there: bias; .*in the module: old.bias"):
         mtcompile.from_pretrained(tmp_path, module)
+    with pytest.raises(mtcompile.CheckpointError, match=r"allow_new=\['bias', 'old'\]"):  # what was named stays
+        mtcompile.from_pretrained(tmp_path, module, allow_new=["bias"])
     with pytest.warns(UserWarning, match="as they were initialized: bias"):
         model = mtcompile.from_pretrained(tmp_path, module, allow_new=["bias", "old"])
     assert torch.equal(model.weight, torch.ones(3, 2)) and torch.equal(model.bias, bias)
