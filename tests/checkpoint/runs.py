@@ -75,3 +75,4 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "resident": {"memory": "64MiB"},
     "backward": {"memory": "40KiB", "update": "backward"},
 }
+INDUCTOR = {"memory": "40KiB", "kernels": "inductor"}  # whose bits are its own

@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 import mtcompile
 from mtcompile import checkpoint
-from tests.checkpoint.runs import Run, WAYS, seeded
+from tests.checkpoint.runs import INDUCTOR, Run, WAYS, seeded
 
 torch.set_num_threads(1)
 kills, way, folder, steps = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), 24
 
 def train(folder, background):
     seeded()
-    run = Run(WAYS[way])
+    run = Run(WAYS.get(way, INDUCTOR))
     done = run.load(folder).step if folder is not None and checkpoint.latest(folder) else 0
     if folder is None:
         while done < steps:
@@ -105,7 +105,7 @@ print("kills", count, flush=True)
 
 @pytest.mark.parametrize(
     ("way", "kills"),
-    [("plain", 8), *(pytest.param(way, 100, marks=pytest.mark.long) for way in ("plain", "small", "backward"))],
+    [("plain", 8), *(pytest.param(way, 100, marks=pytest.mark.long) for way in ("plain", "small", "backward", "inductor"))],
 )
 def test_killed_at_any_moment(way: str, kills: int, tmp_path: Path) -> None:
     root, memory = Path(__file__).parents[2], Path("/dev/shm")  # where a sync takes no time; what a disk keeps is another test
