@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.run import about
-from mtcompile.runtime.disk.pages import pages
 from mtcompile.runtime.disk.store import DEPTH, DiskStore
+from mtcompile.runtime.pages import pages
 
 MIB = 2**20
 PIECE, ROUNDS = 8 * MIB, 60

@@ -6,7 +6,6 @@ What a system does not report has no row.
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import shutil
 import tempfile
@@ -33,16 +32,18 @@ from mtcompile.machine.system_files import (
 )
 from mtcompile.machine.timing import MIB
 from mtcompile.runtime.devices.cuda import CudaDevice
-from mtcompile.runtime.devices.host_pages import huge_pages, prepare
+from mtcompile.runtime.devices.host_pages import ANYWHERE, huge_nbytes, huge_pages, prepare
 from mtcompile.runtime.devices.pinned import NotPinned
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.optim.host_kernels import library
+from mtcompile.runtime.pages import pages
 from mtcompile.runtime.schedule import gib
 
 Level = Literal["ok", "watch", "bad"]
 GIB = 2**30
 _ADAMW_STATE = 16  # bytes per fp32 parameter: weight, gradient, two moments
 _SAMPLE_S, _BUSY_PERCENT = 0.3, 25  # of the processors' use by other programs
+_TRIED_NBYTES = 16 * MIB  # to see whether huge pages are granted
 _PINS = (GIB // 4, GIB, 4 * GIB)  # sizes at which pinning is tried
 
 
@@ -210,22 +211,21 @@ def _pinning(device: Device, root: Path) -> Iterator[Limit]:
 
 
 def _pages(device: Device, root: Path) -> Iterator[Limit]:
-    """Says where the pages of pinned memory come from, and how large they are."""
-    if not isinstance(device, CudaDevice):
-        return
-    where, huge = device.api.placing(root), huge_pages(root)
-    refused = ""
-    if where.nodes:
-        with mmap.mmap(-1, 2 * MIB) as memory:
-            refused = prepare(memory, addressof(c_char.from_buffer(memory)), where, library(), 1)
-    text = str(where) + (f", but {refused}" if refused else "")
-    step = "docker run --cap-add SYS_NICE" if "mbind" in refused else "install again with a C compiler"
-    yield Limit("memory nodes", text, None, "watch" if refused else "ok", where.why, step)
+    """Says where the pages of pinned memory come from, and how large the pages of host memory are."""
+    where = device.api.placing(root) if isinstance(device, CudaDevice) else ANYWHERE
+    memory = pages(_TRIED_NBYTES)
+    address = addressof(c_char.from_buffer(memory))
+    refused, huge = prepare(memory, address, where, library(), 1), huge_pages(root)
+    if isinstance(device, CudaDevice):
+        step = "docker run --cap-add SYS_NICE" if "mbind" in refused else "install again with a C compiler"
+        text = str(where) + (f", but {refused}" if refused else "")
+        yield Limit("memory nodes", text, None, "watch" if refused else "ok", where.why, step)
     if huge:
-        granted = huge not in ("never", "deny")
-        meaning = "copies and updates of pinned memory look fewer addresses up"
-        step = "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-        yield Limit("huge pages", huge, None, "ok" if granted else "watch", meaning, step)
+        granted = huge_nbytes(address)
+        text = huge + (f", {gib(granted)} of {gib(_TRIED_NBYTES)} granted" if granted is not None else "")
+        meaning = "copies and updates of host memory look fewer addresses up"
+        step = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        yield Limit("huge pages", text, granted, "ok" if granted and huge != "never" else "watch", meaning, step)
 
 
 def _accelerator(device: Device) -> Iterator[Limit]:

@@ -21,9 +21,9 @@ from mtcompile.optim.pipeline import Pipeline
 from mtcompile.passes.analysis.state import UPDATE_SETS
 from mtcompile.runtime.devices.arena import Layout, layout_of, part, span_nbytes, view
 from mtcompile.runtime.disk.errors import DiskError
-from mtcompile.runtime.disk.pages import pages
 from mtcompile.runtime.disk.requests import whole_blocks
 from mtcompile.runtime.disk.store import DiskStore, Move
+from mtcompile.runtime.pages import pages
 
 PIECE = 1 << 23  # elements that are updated at a time, where the formula does not care
 VALUES, REMAINDER = "", "remainder"  # keys of what is on disk of a parameter beside its optimizer state

@@ -39,6 +39,7 @@ from mtcompile.optim.written_update import (
     written_update,
 )
 from mtcompile.references import weakly
+from mtcompile.runtime.devices.arena import zeros_like
 from mtcompile.runtime.optim import device_kernels, host_kernels
 from mtcompile.runtime.optim.operands import Operands, joined, split
 from mtcompile.torch_private import UsedGradient
@@ -295,7 +296,7 @@ class Masters:
                 "requires_grad_(True) before mtcompile.compile for what will be trained"
             )
         if self._frozen.pop(id(parameter), None) is not None:
-            remainder = torch.zeros_like(parameter, dtype=torch.int16)
+            remainder = zeros_like(parameter, torch.int16)
             self.by_parameter[id(parameter)] = Master(name, parameter, remainder, parameter._version, _checksum(parameter))
 
     def _show_gradients(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.optim.state_sizes import STATES
+from mtcompile.runtime.devices.arena import zeros_like
 from mtcompile.runtime.optim.formula import Update, adam, adamw, sgd
 from mtcompile.runtime.optim.operands import Operands
 
@@ -38,7 +39,7 @@ def prepared_update(
     names = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
     for name in names:
         if state.get(name) is None:
-            new[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
+            new[name] = zeros_like(parameter, torch.float32)
     states = tuple(flat(new[name] if name in new else state[name]) for name in names)
     if not states:  # SGD without momentum: what the kernel writes there is not read
         states = (torch.empty(parameter.numel(), device=parameter.device),)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from mtcompile.runtime.pages import pages
 from mtcompile.runtime.schedule import ALIGNMENT
+
+_HUGE_NBYTES = 4 << 20  # of host memory that may be in huge pages, of 2 MiB each
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +36,23 @@ def same_strides(size: Sequence[int], one: Sequence[int], other: Sequence[int]) 
 def arena(nbytes: int, device: torch.device | None = None, alignment: int = ALIGNMENT) -> torch.Tensor:
     """Allocates ``nbytes``, aligned to ALIGNMENT as torch's own tensors are, or as asked for; on the host unless ``device`` is
     given."""
+    if (device is None or device.type == "cpu") and nbytes >= _HUGE_NBYTES:
+        with contextlib.suppress(OSError):  # torch says in its words that there is no memory
+            return torch.frombuffer(pages(nbytes, forked=True), dtype=torch.uint8)
     memory = torch.empty(nbytes, dtype=torch.uint8, device=device or "cpu")
     if nbytes and memory.data_ptr() % alignment:
         memory = torch.empty(nbytes + alignment, dtype=torch.uint8, device=memory.device)
         skip = -memory.data_ptr() % alignment
         memory = memory[skip : skip + nbytes]
     return memory
+
+
+def zeros_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns zeros with the strides of a tensor, which is dense: on the host in memory as of ``arena``."""
+    if tensor.device.type != "cpu":
+        return torch.zeros_like(tensor, dtype=dtype, memory_format=torch.preserve_format)
+    stride = torch.empty_like(tensor, dtype=dtype, device="meta").stride()
+    return view(arena(tensor.numel() * dtype.itemsize), 0, Layout(dtype, tuple(tensor.shape), stride)).zero_()
 
 
 def view(memory: torch.Tensor, offset: int, layout: Layout) -> torch.Tensor:

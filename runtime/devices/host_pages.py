@@ -21,7 +21,7 @@ Policy = Literal["left to the system", "interleaved", "preferred"]
 _MODES: dict[Policy, int] = {"preferred": 1, "interleaved": 3}  # of mbind(2)
 _MOST_NODES = 64
 _NODES = Path("sys/devices/system/node")
-_HUGE = Path("sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_HUGE = Path("sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +60,31 @@ def placing(cpus: Collection[int], device_address: str = "", root: Path = Path("
 
 
 def huge_pages(root: Path = Path("/")) -> str:
-    """Returns whether the system grants huge pages to shared memory, which pinned memory is: ``always``, ``advise``, ``never``
-    or another of its words; "" where it does not say."""
+    """Returns to what memory the system grants huge pages: ``always``, ``madvise`` (what asks for them, as ours does) or
+    ``never``; "" where it does not say."""
     with suppress(OSError, IndexError):
         return (root / _HUGE).read_text().split("[")[1].split("]")[0]
     return ""
+
+
+def huge_nbytes(address: int) -> int | None:
+    """Returns how many bytes of the mapping at an address are in huge pages now; None where the system does not say."""
+    with suppress(OSError):
+        inside = False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            first, *rest = line.split()
+            if not first.endswith(":"):
+                begin, end = (int(place, 16) for place in first.split("-"))
+                inside = begin <= address < end
+            elif inside and first == "AnonHugePages:":
+                return int(rest[0]) << 10
+    return None
 
 
 def prepare(memory: mmap.mmap, address: int, where: Placing, library: ctypes.CDLL | None, threads: int) -> str:
     """Asks for pages of new memory and touches them all. ``library``: update.c; without it, the driver touches them. Returns
     what was refused, "" for nothing."""
     refused = ""
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # of a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
     if library is None:
         return "update.c was not built" if where.nodes else ""
     if where.nodes:

@@ -4,7 +4,6 @@ memory and a small ring of page-locked chunks."""
 from __future__ import annotations
 
 import contextlib
-import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ import torch
 
 from mtcompile.runtime.devices.host_pages import ANYWHERE, Placing, prepare
 from mtcompile.runtime.optim.host_kernels import library
+from mtcompile.runtime.pages import pages
 
 
 class Staging:
@@ -79,13 +79,14 @@ def pinned(
     current: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     where: Placing = ANYWHERE,
 ) -> torch.Tensor:
-    """Returns ``nbytes`` of page-locked host memory, rounded up to pages only (torch's own rounds up to powers of two).
+    """Returns ``nbytes`` of page-locked host memory, rounded up to pages only (torch's own rounds up to powers of two). As of
+    torch's, a forked process has none of it.
 
     ``runtime``: torch.cuda.cudart(). ``synchronize``: waits for the device, whose copies may still be in flight when the
     last tensor is freed. ``current``: makes the device this thread's current one; the runtime would open a context on another.
     ``where``: the memory nodes that its pages should come from.
     Raises NotPinned, and then holds nothing; OSError where the system has no memory."""
-    memory = mmap.mmap(-1, max(nbytes, 1))
+    memory = pages(max(nbytes, 1))
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     prepare(memory, tensor.data_ptr(), where, library(), torch.get_num_threads())
     return registered(tensor, runtime, synchronize, current)[:nbytes]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from mtcompile.runtime.disk.checksums import Checksums
 from mtcompile.runtime.disk.errors import DiskError, DiskFull
 from mtcompile.runtime.disk.file import Descriptors
-from mtcompile.runtime.disk.pages import pages
+from mtcompile.runtime.pages import pages
 from mtcompile.runtime.schedule import BLOCK, SECTOR
 
 _DIRECT = 8 << 20  # bytes of a piece whose memory is aligned: the system splits it into as many requests as keep a disk busy

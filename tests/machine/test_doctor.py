@@ -219,16 +219,17 @@ def test_the_nodes_and_the_size_of_pages_are_said(tmp_path: Path) -> None:
     device = limits.CudaDevice.__new__(limits.CudaDevice)
     device.api = Placed()  # type: ignore[assignment]
     write(tmp_path, sys__devices__system__node__has_memory="0\n")
-    write(tmp_path, sys__kernel__mm__transparent_hugepage__shmem_enabled="always within_size advise [never] deny force")
+    write(tmp_path, sys__kernel__mm__transparent_hugepage__enabled="always madvise [never]")
     nodes, huge = limits._pages(device, tmp_path)
     assert (nodes.found, nodes.level, nodes.meaning) == ("left to the system", "ok", "there is one memory node")
-    assert (huge.found, huge.level) == ("never", "watch") and "advise" in huge.step
+    assert huge.found.startswith("never") and huge.level == "watch" and "madvise" in huge.step
     write(tmp_path, sys__devices__system__node__has_memory="0-1", sys__devices__system__node__node0__cpulist="0-3")
     nodes, _ = limits._pages(device, tmp_path)
     assert nodes.found.startswith("preferred on node 0") and (
         nodes.level == "ok" or "refused" in nodes.found or "not built" in nodes.found
     )
-    assert not any(True for _ in limits._pages(choose("cpu"), tmp_path))
+    (huge,) = limits._pages(choose("cpu"), tmp_path)
+    assert huge.what == "huge pages"
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring

@@ -111,7 +111,7 @@ def test_more_than_the_host_has_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_that_the_system_refuses_is_a_budget_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(device, "memory_rooms", lambda root: {"available": 10**6})

@@ -18,6 +18,7 @@ from mtcompile.optim.disk_state import REMAINDER, DiskState, Homes, OnDisk, Stag
 from mtcompile.optim.master_weights import Master, Masters
 from mtcompile.optim.written_update import count_step, flat
 from mtcompile.passes.step_graph import Fragment
+from mtcompile.runtime.devices.arena import zeros_like
 
 
 @dataclass(slots=True)
@@ -153,7 +154,7 @@ class _HostMemory:
     """Ordinary memory for optimizer state."""
 
     def new_zeros(self, name: str, key: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.zeros_like(like, dtype=dtype, memory_format=torch.preserve_format)
+        return zeros_like(like, dtype)
 
 
 _HOST = _HostMemory()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import faulthandler
 import mmap
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from mtcompile.runtime.devices.arena import arena, zeros_like
 from mtcompile.runtime.devices.cuda_driver import pci_address
-from mtcompile.runtime.devices.host_pages import ANYWHERE, Placing, huge_pages, placing, prepare
+from mtcompile.runtime.devices.host_pages import ANYWHERE, Placing, huge_nbytes, huge_pages, placing, prepare
 from mtcompile.runtime.devices.pinned import pinned
 from mtcompile.runtime.optim.host_kernels import library
+from mtcompile.runtime.pages import pages
 from tests.helpers.updates import needs_c
 
 GPU = "0000:17:00.0"
@@ -56,10 +61,10 @@ def test_memory_is_where_those_are_that_use_it(
 def test_a_system_without_such_files_is_left_alone(tmp_path: Path) -> None:
     where = placing(range(4), GPU, tmp_path)
     assert where.policy == "left to the system" and huge_pages(tmp_path) == ""
-    file = tmp_path / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    file = tmp_path / "sys/kernel/mm/transparent_hugepage/enabled"
     file.parent.mkdir(parents=True)
-    file.write_text("always within_size [advise] never deny force\n")
-    assert huge_pages(tmp_path) == "advise"
+    file.write_text("always [madvise] never\n")
+    assert huge_pages(tmp_path) == "madvise"
 
 
 def test_the_address_of_a_card_is_the_systems() -> None:
@@ -117,3 +122,23 @@ def test_all_pages_are_there_when_the_driver_registers_them(where: Placing) -> N
     c_library: Any = library()
     c_library.mt_touch(2, memory.data_ptr(), nbytes)
     assert bool((memory == torch.tensor(7, dtype=torch.uint8)).all())
+
+
+@pytest.mark.skipif(huge_pages() in ("", "never"), reason="the system grants no huge pages")
+def test_large_host_memory_is_in_huge_pages_and_what_devices_write_is_not_forked() -> None:
+    for memory, forked in ((arena(32 << 20), True), (torch.frombuffer(pages(32 << 20), dtype=torch.uint8), False)):
+        memory.fill_(7)
+        assert (huge_nbytes(memory.data_ptr()) or 0) >= 16 << 20  # the system may be short of them
+        if (child := os.fork()) == 0:
+            faulthandler.disable()
+            os._exit(int(memory[-1]) - 7)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status == (0 if forked else -signal.SIGSEGV)
+        assert bool((memory == 7).all())
+
+
+def test_state_has_the_strides_of_its_parameter() -> None:
+    for like in (torch.ones(1500, 1000).t(), torch.ones(3, 2), torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)):
+        state = zeros_like(like, torch.int16)
+        assert state.shape == like.shape and state.stride() == like.stride() and state.dtype == torch.int16
+        assert not state.any() and state.untyped_storage().nbytes() == like.numel() * 2
