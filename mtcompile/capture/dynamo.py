@@ -105,6 +105,8 @@ def front_end(
     torch_private.tracing_wide_grouped_products()
     torch_private.tracing_limits_of_deques()
     torch_private.keeping_later_attributes()
+    torch_private.dropping_guards()
+    torch_private.dropping_sources()
     torch_private.without_reports_of_failures()
     methods = TracedMethods()
 
@@ -114,8 +116,8 @@ def front_end(
 
     def variant() -> Callable[..., Any]:
         if state.in_parts:  # a backend of its own: Dynamo keeps captures of inner functions by their code and the backend
-            return torch.compile(_copied(fn), backend=functools.partial(checked_part), dynamic=False)
-        return torch.compile(_copied(fn), backend=checked, fullgraph=True, dynamic=False)
+            return torch_private.compiled_by(functools.partial(checked_part), _copied(fn), whole=False)
+        return torch_private.compiled_by(checked, _copied(fn), whole=True)
 
     @torch_private.one_at_a_time
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import logging
 import sys
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -396,6 +398,74 @@ def tracing_limits_of_deques() -> None:
     reading: Any = builder.VariableBuilder
     writing: Any = SideEffects
     reading.wrap_listlike, writing.codegen_update_mutated = wrap_listlike, codegen_update_mutated
+
+
+# ------------------------------------------------------------------------------------------------------------- memory
+#
+# What torch keeps of a capture for as long as the process lives. It goes with the capture here: a program that compiles one
+# model after another would grow by it.
+
+
+def compiled_by(backend: Callable[..., Any], fn: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+    """``fn`` as ``torch.compile`` returns it, ``whole`` or in parts, for ``backend``. torch keeps each backend, and with it all
+    that it holds, to reset it in ``torch.compiler.reset()``; one that has nothing to reset is forgotten here."""
+    from torch._dynamo import eval_frame
+
+    compiled: Callable[..., Any] = torch.compile(fn, backend=backend, fullgraph=whole, dynamic=False)
+    kept = eval_frame.cached_backends
+    for key in [key for key, value in kept.items() if getattr(value, "compiler_fn", None) is backend]:
+        del kept[key]
+    return compiled
+
+
+@functools.cache
+def dropping_guards() -> None:
+    """Lets the guards of a capture of mtcompile's go with the capture, from now on. Dynamo leaves a finalizer with each object
+    that it guards by identity, and the finalizer holds the guards. Most such objects are types, which live on: so would the
+    guards of every model that has died. Here the guards hold what waits for the object's end."""
+    from torch._dynamo.guards import CheckFunctionManager
+
+    owner: Any = CheckFunctionManager
+    makes, waits = owner.__init__, owner.id_ref
+
+    @functools.wraps(makes)
+    def init(manager: Any, *args: Any, **kwargs: Any) -> None:
+        makes(manager, *args, **kwargs)
+        manager.guard_manager.mt_waits = manager.__dict__.pop("mt_waits", None)
+
+    @functools.wraps(waits)
+    def id_ref(manager: Any, value: object, name: str) -> int:
+        if _refused.value is None:  # this thread captures nothing of mtcompile's
+            return int(waits(manager, value, name))
+        if id(value) not in manager._weakrefs:
+            with contextlib.suppress(TypeError):  # a value that nothing can wait for, such as True
+                manager._weakrefs[id(value)] = weakref.ref(value)
+                gone = weakref.ref(value, lambda _: manager.invalidate(name))
+                manager.__dict__.setdefault("mt_waits", []).append(gone)
+        return id(value)
+
+    owner.__init__, owner.id_ref = init, id_ref
+
+
+@functools.cache
+def dropping_sources() -> None:
+    """Lets the source that torch keeps of each graph's code, to show lines of it, go with the code, from now on."""
+    from torch.fx import graph_module
+
+    module: Any = graph_module
+    plain, kept = module._method_from_src, module._loader.eval_cache
+
+    def forget(file: str) -> None:
+        kept.pop(file, None)
+        linecache.cache.pop(file, None)
+
+    @functools.wraps(plain)
+    def method_from_src(*args: Any, **kwargs: Any) -> Any:
+        method = plain(*args, **kwargs)
+        weakref.finalize(method.__code__, forget, method.__code__.co_filename).atexit = False
+        return method
+
+    module._method_from_src = method_from_src
 
 
 # ------------------------------------------------------------------------------------------- attributes of an nn.Module
