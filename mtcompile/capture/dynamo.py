@@ -98,7 +98,6 @@ def front_end(
         graph.meta["is_part"] = True
         return checked(graph, inputs, place)
 
-    capture_settings = {parts: torch_private.capture_settings(_MOST_SIGNATURES, parts) for parts in (False, True)}
     torch_private.leave_out_of_graphs(_logging_functions())
     torch_private.noting_arguments_of_checkpoints()
     torch_private.leaving_out_absent_gradients()
@@ -150,7 +149,7 @@ def front_end(
         try:
             with (
                 torch_private.own_capture(),
-                capture_settings[state.in_parts],
+                torch_private.capture_settings(_MOST_SIGNATURES, state.in_parts),
                 torch_private.mixing_devices(device),
                 refusing_random_numbers(_RANDOM),
                 plain_torch.plain_answers(state.answers),

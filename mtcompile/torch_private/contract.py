@@ -88,7 +88,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, str | None, int]]:
 
 def private_torch(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """(name, line) of torch's names with a leading underscore: imports, attribute chains, ``import_module("torch._x")``, and
-    the settings that ``config.patch(name=...)`` changes.
+    the settings that ``patched(config, name=...)`` changes.
 
     ``torch.ops`` is exempt: an operator's underscore is part of its public name.
     """
@@ -124,8 +124,10 @@ def private_torch(tree: ast.AST) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(chain := dotted(node) or ""):
             yield chain, node.lineno
-        elif isinstance(node, ast.Call) and (chain := dotted(node.func) or "").endswith(".patch") and is_private(chain):
-            yield from ((chain.removesuffix("patch") + setting.arg, node.lineno) for setting in node.keywords if setting.arg)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "patched":
+            config = dotted(node.args[0]) or ""
+            settings = [setting.arg for setting in node.keywords if setting.arg]
+            yield from ((f"{config}.{name}", node.lineno) for name in settings if is_private(config))
 
 
 check()

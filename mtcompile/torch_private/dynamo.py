@@ -18,6 +18,7 @@ from torch import fx
 
 from mtcompile import knobs
 from mtcompile.errors import CaptureError
+from mtcompile.torch_private.patched import patched
 from mtcompile.torch_private.thread_setting import ThreadSetting
 
 never_captured = torch._disable_dynamo  # as torch.compiler.disable, which loads Dynamo where a function is defined
@@ -31,7 +32,8 @@ def capture_settings(signatures: int, in_parts: bool = False) -> contextlib.Abst
     because a part of a forward does not see who catches its errors."""
     from torch._dynamo import config as dynamo_config
 
-    return dynamo_config.patch(  # type: ignore[no-any-return]
+    return patched(
+        dynamo_config,
         specialize_float=True,
         automatic_dynamic_shapes=False,
         skip_nnmodule_hook_guards=False,  # a hook that comes or goes is another computation
@@ -129,7 +131,7 @@ def mixing_devices(device: torch.device) -> Iterator[None]:
         yield
         return
     _trace_existing_tensors_there()
-    with functorch_config.patch(fake_tensor_prefer_device_type=device.type), _where_traced.during(device):
+    with patched(functorch_config, fake_tensor_prefer_device_type=device.type), _where_traced.during(device):
         yield
 
 

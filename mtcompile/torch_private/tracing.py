@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtcompile.torch_private.autograd import storage_id
+from mtcompile.torch_private.patched import patched
 from mtcompile.torch_private.thread_setting import ThreadSetting
 
 Strides = Mapping[int, tuple[int, ...]]  # of gradients that arrive from outside, by the outputs that they are of
@@ -95,8 +96,8 @@ def tracing_joint(fake_mode: Any, backward_autocast: Iterable[tuple[str, torch.d
     from torch._inductor import config as inductor_config
 
     autocast = [{"device_type": device, "dtype": dtype} for device, dtype in backward_autocast]
-    keeping_random = inductor_config.patch(fallback_random=True)  # fx asks this before it drops what nothing reads
-    with tracing(TracingContext(fake_mode)), functorch_config.patch(backward_pass_autocast=autocast), keeping_random:
+    keeping_random = patched(inductor_config, fallback_random=True)  # fx asks this before it drops what nothing reads
+    with tracing(TracingContext(fake_mode)), patched(functorch_config, backward_pass_autocast=autocast), keeping_random:
         yield
 
 

@@ -50,7 +50,7 @@ def test_a_newer_torch_that_lacks_names_is_refused(tmp_path: Path) -> None:
         "from torch._dynamo import config\n"
         "from torch._no_such import thing\n"
         "torch.Tensor._make_subclass, torch._C._no_such\n"
-        "config.patch(recompile_limit=1, no_such=2)\n"
+        "patched(config, recompile_limit=1, no_such=2)\n"
     )
     with pytest.raises(MtcompileError) as error:
         contract.check("2.15.0", tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import linecache
 import types
@@ -63,6 +64,15 @@ def test_models_that_have_died_leave_nothing_with_torch() -> None:
     for _ in range(2):
         life("1MiB")
     assert held() - before == Counter()
+
+
+def test_steps_leave_no_context_variables_behind() -> None:
+    model: Any = mtcompile.compile(Net(), memory="1MiB", device="cpu")
+    model(torch.randn(2, 8)).backward()
+    before = len(contextvars.copy_context())
+    for length in (2, 2, 3):
+        model(torch.randn(length, 8)).backward()
+    assert len(contextvars.copy_context()) == before
 
 
 def test_a_program_goes_when_an_object_that_it_is_guarded_by_has_died() -> None:

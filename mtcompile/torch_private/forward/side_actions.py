@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from mtcompile.errors import CaptureError
 from mtcompile.torch_private.dynamo import replace_method
+from mtcompile.torch_private.patched import patched
 from mtcompile.torch_private.thread_setting import ThreadSetting
 
 STEPS_WITHIN = (
@@ -37,7 +38,7 @@ def tracing_side_actions() -> Iterator[None]:
     from torch._dynamo import config
 
     _replace_variables()
-    gradients = config.patch({"trace_autograd_ops": True}) if _traces_gradients() else contextlib.nullcontext()
+    gradients = patched(config, **{"trace_autograd_ops": True}) if _traces_gradients() else contextlib.nullcontext()
     with gradients, _traces.during(True):
         yield
 
@@ -82,7 +83,7 @@ def _replace_variables() -> None:
     def leaving(plain: Callable[..., Any], leaves: Callable[[Any], bool] = lambda tx: True) -> Callable[..., Any]:
         def to_python(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
             left = _traces.value and _traces_gradients() and leaves(tx)
-            with config.patch({"trace_autograd_ops": False}) if left else contextlib.nullcontext():
+            with patched(config, **{"trace_autograd_ops": False}) if left else contextlib.nullcontext():
                 return plain(variable, tx, *args, **kwargs)
 
         return to_python
