@@ -132,6 +132,7 @@ def front_end(
             return by_variant(captures.setdefault(settings, []), args, kwargs)
         finally:
             if state.traced:
+                torch_private.forget_measures()
                 methods.note(state.traced, args[0].modules() if args and isinstance(args[0], nn.Module) else ())
                 state.traced = set()
 

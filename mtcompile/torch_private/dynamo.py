@@ -420,6 +420,16 @@ def compiled_by(backend: Callable[..., Any], fn: Callable[..., Any], whole: bool
     return compiled
 
 
+def forget_measures() -> None:
+    """Drops the stacks that Dynamo keeps of where it has measured this thread's captures, to show one of them in an error. They
+    hold the code that ran, and with code that Dynamo wrote all that this code needs."""
+    from torch._dynamo.utils import get_metrics_context
+
+    context = get_metrics_context()
+    if not context.in_progress():
+        context._edits.clear()
+
+
 @functools.cache
 def dropping_guards() -> None:
     """Lets the guards of a capture of mtcompile's go with the capture, from now on. Dynamo leaves a finalizer with each object

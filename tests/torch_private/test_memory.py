@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import eval_frame, guards
+from torch._dynamo.utils import get_metrics_context
 from torch.fx import graph_module
 
 import mtcompile
@@ -53,6 +54,7 @@ def held() -> Counter[str]:
     counts = Counter[str]()
     for each in gc.get_objects():
         counts.update(kind.__name__ for kind in _KINDS if isinstance(each, kind))
+    counts["stacks of measures"] = len(get_metrics_context()._edits)
     counts["backends"] = len(eval_frame.cached_backends)
     counts["sources"] = sum(name.startswith("<eval_with_key>") for name in linecache.cache)
     return counts
