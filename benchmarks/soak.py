@@ -7,8 +7,13 @@ descriptors, threads.
 Three models train in turns for 10,000 steps, with evaluation, changing lengths, updates in the backward that run ahead, and
 saves in the background. Then 100 models are compiled, trained for a step and deleted. Figures are taken after a tenth of each
 and at its end. Then come ``--minutes`` of trainings with faults, as ``benchmarks.faults`` draws them, each compared with one
-without. Exits with 1 if a bit differs, if memory has grown by more than ``--slack`` MiB, or the number of descriptors or
-threads at all.
+without.
+
+Exits with 1 if a bit differs, or if one of these has grown since: the process's memory by more than ``--slack`` MiB; what is in
+use of it, as the allocator tells, by more than a quarter of that; the number of descriptors or threads at all. Memory grows
+without a leak, and stops: between pieces that are in use lie pages that cannot go back to the system, in an arena for each
+thread; and what is kept of the newest fills up, such as the measures of Dynamo's last 64 captures (3 MB), our joint graphs
+(64 MiB at most, some 30 kB each) and measured kernels. What is in use shows a leak long before the memory does.
 """
 
 from __future__ import annotations
@@ -41,29 +46,47 @@ from benchmarks.run import about
 from mtcompile import checkpoint
 
 LENGTHS = range(3, 40)
+_BLOCK = 96  # bytes that a small object of Python's has on average, about: only their number can be asked for
+
+
+class _Mallinfo(ctypes.Structure):
+    """What glibc tells of its arenas, in bytes. ``uordblks``: in use; ``hblkhd``: in mappings of their own."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the process holds. ``rss``: bytes of its memory that are in RAM."""
+    """What the process holds. ``rss``: bytes of its memory that are in RAM. ``in_use``: bytes that the allocators of C and of
+    Python have given out."""
 
     rss: int
+    in_use: int
     descriptors: int
     threads: int
 
     def grown(self, before: Held, slack: int) -> list[str]:
         """Says what is more than before."""
         words = [f"{self.rss - before.rss} bytes of memory"] if self.rss > before.rss + slack else []
+        words += [f"{self.in_use - before.in_use} bytes in use"] if self.in_use > before.in_use + slack // 4 else []
         words += [f"{self.descriptors - before.descriptors} descriptors"] if self.descriptors > before.descriptors else []
         return words + ([f"{self.threads - before.threads} threads"] if self.threads > before.threads else [])
 
 
 def held() -> Held:
     gc.collect()
+    in_use = sys.getallocatedblocks() * _BLOCK
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps for later is nobody's
+        library = ctypes.CDLL(None)
+        library.malloc_trim(0)  # what glibc keeps for later is nobody's
+        library.mallinfo2.restype = _Mallinfo
+        figures = library.mallinfo2()
+        in_use += figures.uordblks + figures.hblkhd
     process = psutil.Process()
-    return Held(process.memory_info().rss, process.num_fds(), threading.active_count())
+    return Held(process.memory_info().rss, in_use, process.num_fds(), threading.active_count())
 
 
 def trainings(folder: Path) -> list[Callable[[int], None]]:
