@@ -12,6 +12,7 @@ import functools
 import sys
 import types
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -108,6 +109,7 @@ def front_end(
     torch_private.dropping_sources()
     torch_private.without_reports_of_failures()
     methods = TracedMethods()
+    made = weakref.WeakSet[Any]()
 
     # ``fn`` by the settings that choose kernels, and the hooks of all modules: variants, each captured with other values; the
     # one that ran last is the first
@@ -150,6 +152,7 @@ def front_end(
         try:
             with (
                 torch_private.own_capture(),
+                torch_private.captures_of(made),
                 torch_private.capture_settings(_MOST_SIGNATURES, state.in_parts),
                 torch_private.mixing_devices(device),
                 refusing_random_numbers(_RANDOM),
@@ -187,6 +190,7 @@ def front_end(
                 refuse(not_compiled(cause or error, _DOING, place_in(str(error))), error)
             refuse(not_captured(error), error)
 
+    weakref.finalize(call, torch_private.drop_captures, made).atexit = False
     return call
 
 

@@ -430,6 +430,21 @@ def forget_measures() -> None:
         context._edits.clear()
 
 
+_made = ThreadSetting["weakref.WeakSet[Any] | None"](None)
+
+
+def captures_of(made: weakref.WeakSet[Any]) -> contextlib.AbstractContextManager[None]:
+    """Adds what Dynamo captures inside, in this thread, to a set that ``drop_captures`` takes."""
+    return _made.during(made)
+
+
+def drop_captures(made: weakref.WeakSet[Any]) -> None:
+    """Lets Dynamo drop captures that nobody will call again. Of itself it keeps them as long as the code that was captured, and
+    that code as long as them."""
+    for manager in tuple(made):
+        manager.invalidate("its model")
+
+
 @functools.cache
 def dropping_guards() -> None:
     """Lets the guards of a capture of mtcompile's go with the capture, from now on. Dynamo leaves a finalizer with each object
@@ -444,6 +459,8 @@ def dropping_guards() -> None:
     def init(manager: Any, *args: Any, **kwargs: Any) -> None:
         makes(manager, *args, **kwargs)
         manager.guard_manager.mt_waits = manager.__dict__.pop("mt_waits", None)
+        if _made.value is not None:
+            _made.value.add(manager)
 
     @functools.wraps(waits)
     def id_ref(manager: Any, value: object, name: str) -> int:

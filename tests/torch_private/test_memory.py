@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import eval_frame, guards
@@ -35,13 +36,13 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def life(memory: str) -> None:
+def life(make: Callable[[], nn.Module]) -> None:
     """A model is compiled, trained at two lengths, evaluated, and dropped."""
-    model: Any = Net()
+    model: Any = make()
     optimizer = torch.optim.AdamW(model.parameters())
-    mtcompile.compile(model, optimizer=optimizer, memory=memory, device="cpu")
+    mtcompile.compile(model, optimizer=optimizer, memory="1MiB", device="cpu")
     for length in (2, 3):
-        model(torch.randn(length, 8)).backward()
+        model(torch.randn(length, 8)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
@@ -60,11 +61,12 @@ def held() -> Counter[str]:
     return counts
 
 
-def test_models_that_have_died_leave_nothing_with_torch() -> None:
-    life("1MiB")  # what stays once for all
+@pytest.mark.parametrize("make", [Net, lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh())])
+def test_models_that_have_died_leave_nothing_with_torch(make: Callable[[], nn.Module]) -> None:
+    life(make)  # what stays once for all
     before = held()
     for _ in range(2):
-        life("1MiB")
+        life(make)
     assert held() - before == Counter()
 
 
