@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import shutil
 import stat
+import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from mtcompile import knobs
@@ -19,10 +22,12 @@ _MOST_ENTRIES = 1_000_000
 
 @functools.cache
 def settle_inductor_cache() -> None:
-    """Lets Inductor keep and load shared objects in a folder of this user's alone. That is TORCHINDUCTOR_CACHE_DIR if it is
-    set, else a folder below MT_CACHE. If others own or can write anything there, or without MT_CACHE, it is a new folder, which
-    is deleted when this process ends."""
+    """Lets Inductor keep and load shared objects in a folder of this user's alone. That is TORCHINDUCTOR_CACHE_DIR if the user
+    has set it, else a folder below MT_CACHE. If others own or can write anything there, or without MT_CACHE, it is a new
+    folder, which is deleted when this process ends."""
     given = knobs.inductor_cache()
+    if given == _default():
+        given = ""
     if given:
         if why := why_not_private(Path(given)):
             warnings.warn(
@@ -39,6 +44,30 @@ def settle_inductor_cache() -> None:
         except OSError:  # such as a read-only home
             folder = ""
     knobs.set_inductor_cache(folder if folder and not why_not_private(Path(folder)) else _temporary())
+
+
+def _default() -> str:
+    """Returns the folder that Inductor sets TORCHINDUCTOR_CACHE_DIR to by itself, once it was imported; else ""."""
+    module = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    return os.path.abspath(module.default_cache_dir()) if module is not None else ""
+
+
+@contextlib.contextmanager
+def another_inductor_cache(why: str) -> Iterator[None]:
+    """Lets Inductor compile into a new folder, as what it has kept cannot be used: if that works inside, until this process
+    ends. Warns then."""
+    before = knobs.inductor_cache()
+    knobs.set_inductor_cache(_temporary())
+    try:
+        yield
+    except BaseException:
+        knobs.set_inductor_cache(before)
+        raise
+    warnings.warn(
+        f"compiled kernels in {before} cannot be used, as after a kill amid their compilation: {why}. This process compiles "
+        "into a new folder: delete that one to keep compiled kernels again",
+        stacklevel=2,
+    )
 
 
 def _temporary() -> str:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mtcompile.cached.private import settle_inductor_cache
+from mtcompile.cached.private import another_inductor_cache, settle_inductor_cache
+from mtcompile.errors import ends_device
 from mtcompile.torch_private.thread_setting import process_lock
 
 _TORCHS_OWN = frozenset(torch.library._impls)  # as of the import: names of operations and dispatch keys
@@ -34,13 +35,52 @@ def inductor(
     (``settle_inductor_cache``), keyed by graph, shapes, torch version and device. ``strict``: so that elementwise operations
     round as eager's do."""
     from torch._inductor import standalone_compile
+    from torch._inductor.utils import clear_caches
 
     settle_inductor_cache()
-    copied = fx.Graph()  # Inductor's passes change the graph they are given
-    copied.output(copied.graph_copy(body.graph, {}))
-    with torch.no_grad():
-        graph, options = fx.GraphModule(body, copied), {"config_patches": strict_numerics()} if strict else None
+    if all(tensor.device.type == "cpu" for tensor in inputs):
+        find_vector_instructions()
+    options = {"config_patches": strict_numerics()} if strict else None
+
+    def compiled() -> Callable[..., Sequence[torch.Tensor]]:
+        copied = fx.Graph()  # Inductor's passes change the graph they are given
+        copied.output(copied.graph_copy(body.graph, {}))
+        graph = fx.GraphModule(body, copied)
         return standalone_compile(graph, list(inputs), dynamic_shapes="from_example_inputs", options=options)
+
+    with torch.no_grad():
+        try:
+            return compiled()
+        except Exception as error:
+            if ends_device(error):
+                raise
+            why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        with another_inductor_cache(why):
+            clear_caches()
+            return compiled()
+
+
+@functools.cache
+def find_vector_instructions() -> None:
+    """Lets Inductor find the vector instructions that torch's own kernels use. It tries them by programs in its cache. One that
+    was killed while it was compiled, or took too long, would leave it without, here or in every process: slow kernels, and
+    other bits than those of a process that has found them."""
+    from torch._inductor import cpu_vec_isa
+
+    wanted = torch.backends.cpu.get_cpu_capability().lower()
+
+    def found() -> bool:
+        return wanted not in ("avx2", "avx512") or wanted in str(cpu_vec_isa.pick_vec_isa())
+
+    if found():
+        return
+    with contextlib.suppress(LookupError), another_inductor_cache(f"no program there has shown that {wanted} works"):
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+        for kind in {kind for isa in cpu_vec_isa.supported_vec_isa_list for kind in type(isa).__mro__}:
+            for member in vars(kind).values():
+                getattr(member, "cache_clear", lambda: None)()
+        if not found():
+            raise LookupError(wanted)
 
 
 @functools.cache
@@ -92,11 +132,11 @@ def probe_inductor() -> threading.Thread:
     """Import Inductor, and let it find out in a thread which vector instructions run here: that waits for other processes, a
     second or two, while this one goes on tracing."""
     settle_inductor_cache()
-    from torch._inductor import compile_fx, cpu_vec_isa
+    from torch._inductor import compile_fx
 
     def probe() -> None:
         with contextlib.suppress(Exception):  # the compilation itself meets the error again
-            cpu_vec_isa.pick_vec_isa()
+            find_vector_instructions()
 
     assert compile_fx is not None  # its imports are those of a compilation: none is left for the thread
     thread = threading.Thread(target=probe, daemon=True)
