@@ -22,7 +22,6 @@ from mtcompile.capture.surroundings import Surroundings
 from mtcompile.distributed.door import RanksDoor
 from mtcompile.distributed.ranks import Ranks
 from mtcompile.errors import BudgetError, CaptureError, StepError, told_briefly
-from mtcompile.execution.calling_trainer import accelerate_goes_on, calling_trainer
 from mtcompile.execution.compiled import CompiledStep, LiveFrames
 from mtcompile.execution.elastic.replanner import follow_speeds
 from mtcompile.execution.memory.host_room import check_room
@@ -33,6 +32,7 @@ from mtcompile.execution.plain.steps import PlainSteps, may_be_plain
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, NotCompared, Program, refuse_tangents
 from mtcompile.execution.session import Session
 from mtcompile.machine.device import free_nbytes, peak_reserved_nbytes, reservable_nbytes
+from mtcompile.optim.calling_trainer import CallingTrainer, accelerate_goes_on, calling_trainer
 from mtcompile.optim.wholeness import is_running, parameters_of
 from mtcompile.options import Options
 from mtcompile.passes.joint.exceptions import of_all
@@ -100,14 +100,19 @@ class CompiledModel:
 
     def follow_trainer(self) -> None:
         """Takes the optimizer of the trainer that calls, if it steps this model, and with ``update="backward"`` how it clips
-        and whether it goes on to add up gradients. Raises StepError where it and ``compile`` were told otherwise."""
+        and whether it goes on to add up gradients, for as long as its training runs. Raises StepError where it and ``compile``
+        were told otherwise."""
+        if torch_private.current_backward() >= 0:  # its loop is that of the forward, and may be in another thread
+            return
         trainer, model = calling_trainer(), self.door.model()
         if trainer is None or model is None:
+            self._follow(None)
             self.door.add_up(accelerate_goes_on())
             return
         own = set(map(id, nn.Module.parameters(model)))
         steps = [each for each in trainer.optimizers if any(id(p) in own for p in parameters_of(each))]
         if len(steps) != 1:
+            self._follow(None)
             return
         hooks = self.door.updates is not None or self.door.masters is not None
         if hooks and steps[0] is not self.door.optimizer and is_running(steps[0]):
@@ -115,16 +120,21 @@ class CompiledModel:
                 f"{trainer.name} called the model within optimizer.step(), too late to bind that optimizer. Call "
                 "model.bind(optimizer), of the compiled model, where you make it, such as in configure_optimizers"
             )
-        self.door.bind(steps[0])
-        self.door.add_up(trainer.goes_on)
+        if trainer.trains or self.door.optimizer is None:
+            self.door.bind(steps[0])
+        self.door.add_up(trainer.goes_on if trainer.trains else accelerate_goes_on())
+        self._follow(trainer if trainer.trains else None)
+
+    def _follow(self, trainer: CallingTrainer | None) -> None:
+        """Clips as the trainer will, or as ``compile`` was told."""
         if self.door.updates is None:
             return
-        if trainer.by_value:
+        if trainer is not None and trainer.by_value:
             raise StepError(
                 f'{trainer.name} clips gradients by value after the backward, where update="backward" has used them. Expected '
                 'gradient_clip_algorithm="norm", or update="step"'
             )
-        if self.door.updates.follow(trainer.name, trainer.max_grad_norm):
+        if self.door.updates.follow(trainer):
             options = replace(self.options, updates=self.door.updates.options)
             self.options = self.door.options = options
             self.session.options = replace(self.session.options, updates=options.updates)

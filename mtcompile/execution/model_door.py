@@ -324,6 +324,8 @@ class ModelDoor(Door):
     def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> Iterator[None]:
         trained = fragments.updated_by(step := frame.compiled.step)
         self._goes_on = self.updates is not None and not trained  # as when the forward ran, if it has to run again
+        if self.updates is not None:
+            self.updates.check_clipped(fragments.left_by(step), node)
         if self.updates is None or not trained:
             yield
             return

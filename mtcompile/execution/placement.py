@@ -141,8 +141,10 @@ def _why_not_cut(options: Options) -> str:
     """Says what to change so that "auto" may cut weights into fragments; "" if it may."""
     if options.fragments != "auto" or not options.needs_all_gradients:
         return ""
+    name = "" if options.updates is None else options.updates.limit_name
+    clipping = f"set the {name} to 0, leave out" if name else "leave out max_grad_norm= and"
     return (
-        'leave out max_grad_norm= and nonfinite="skip", or pass update="step": with them, fragments="auto" keeps weights '
+        f'{clipping} nonfinite="skip", or pass update="step": with them, fragments="auto" keeps weights '
         "whole, since a fragment is updated as its gradient arrives, before all norms are known"
     )
 

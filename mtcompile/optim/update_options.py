@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 NONFINITE = ("stop", "skip", "continue")
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """``compile``'s options of the same names, for ``update="backward"``."""
+    """``compile``'s options of the same names, for ``update="backward"``. ``limit_name``: what the user of a trainer knows its
+    ``max_grad_norm`` by; "" where the trainer gave none."""
 
     max_grad_norm: float | None = None
     run_ahead: bool = False
     nonfinite: str = "stop"
+    limit_name: str = field(default="", compare=False)
 
     @property
     def needs_all_gradients(self) -> bool:

@@ -24,12 +24,14 @@ _NEAR = 1e-4  # of two factors: norms may have been added up in another order
 class Clipping:
     """What a backward has done to its gradients that a loop would do after it, by ``clip_grad_norm_``. ``norms``: of gradients,
     by the names of their parameters; empty if nobody asked for them. ``factor``: what all were multiplied by; None: nothing
-    was. ``is_asked``: the model was told to clip, so a loop need not. ``skips``: no update was made. ``confirmed``: the
-    parameters whose gradients the loop has multiplied by ``factor``. ``wait``: for the updates, and what they write here."""
+    was. ``is_asked``: the model was told to clip, so a loop need not. ``expected``: what the loop may do, in words. ``skips``:
+    no update was made. ``confirmed``: the parameters whose gradients the loop has multiplied by ``factor``. ``wait``: for the
+    updates, and what they write here."""
 
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
     factor: float | None = None
     is_asked: bool = True
+    expected: str = "no clipping"
     skips: bool = False
     confirmed: set[str] = field(default_factory=set)
     wait: Callable[[], None] = lambda: None
@@ -58,8 +60,7 @@ class Clipping:
         if not (self.skips or math.isclose(by, factor, rel_tol=_NEAR) or (math.isnan(by) and math.isnan(factor))):
             raise StepError(
                 f"the gradients are scaled by {by:.6g} after a backward that has used them, scaled by {factor:.6g}: with "
-                'update="backward" that step has been made. Expected clip_grad_norm_ with the max_grad_norm= that compile was '
-                'given, or update="step"'
+                f'update="backward" that step has been made. Expected {self.expected}; or update="step"'
             )
         self.confirmed.add(gradient.parameter_name)
 

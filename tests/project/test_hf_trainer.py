@@ -208,7 +208,9 @@ def test_one_model_is_trained_by_several_trainers(tmp_path: Path) -> None:
 
 def test_a_trainer_that_does_not_clip_as_it_was_told_is_refused(tmp_path: Path) -> None:
     compiled: dict[str, Any] = {"update": "backward", "max_grad_norm": 0.1}
-    with pytest.raises(mtcompile.StepError, match=r"max_grad_norm=0\.1 in compile and 0\.5 in the arguments"):
+    with pytest.raises(
+        mtcompile.StepError, match=r"max_grad_norm=0\.1 in compile and 0\.5, the max_grad_norm in the arguments of Trainer"
+    ):
         small_trainer(transformers.Trainer, tmp_path, compiled, max_grad_norm=0.5).train()
 
     class Never(transformers.Trainer):  # type: ignore[name-defined,misc]
@@ -223,8 +225,126 @@ def test_a_trainer_that_does_not_clip_as_it_was_told_is_refused(tmp_path: Path) 
             return self.accelerator.clip_grad_norm_(model.parameters(), 0.25)
 
     for kind, message in ((Never, "nobody clipped"), (Otherwise, "are scaled by")):
+        message += f".* to 0.5, the max_grad_norm in the arguments of {kind.__name__}"
         with pytest.raises(mtcompile.StepError, match=message):
             small_trainer(kind, tmp_path, {"update": "backward"}, max_grad_norm=0.5).train()
+
+
+def loop(model: Any, optimizer: Any, loss_of: Any = None) -> list[float]:
+    """The losses of two steps of a loop by hand, which clips nothing. ``loss_of``: of the model and a batch."""
+    losses = []
+    for n in range(2):
+        batch = {"input_ids": torch.arange(8)[None] + n, "labels": torch.arange(8)[None] + n}
+        loss = model(**batch).loss if loss_of is None else loss_of(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_loop_after_a_trainer_is_not_clipped_as_that_was_told(tmp_path: Path) -> None:
+    """The model forgets the limit and the accumulation of a training that has ended, by itself or by an error, and follows it
+    again when it trains again."""
+
+    class Stops(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            raise ZeroDivisionError
+
+    runs = []
+    for compiled in (None, {"update": "backward"}):
+        options: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}
+        trainer = small_trainer(transformers.Trainer, tmp_path, compiled, **options)
+        trainer.train()
+        losses = loop(trainer.model, trainer.optimizer)
+        trainer.train()
+        with pytest.raises(ZeroDivisionError):
+            trainer.add_callback(Stops())
+            trainer.train()
+        trainer.model.zero_grad()
+        optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        if compiled is not None:
+            trainer.model.bind(optimizer)
+        losses += loop(trainer.model, optimizer)
+        runs.append((losses, history(trainer), weights(trainer)))
+    assert runs[0][:2] == runs[1][:2] and equal(runs[0][2], runs[1][2])
+
+
+def test_a_loop_that_calls_a_trainer_clips_as_it_likes(tmp_path: Path) -> None:
+    """A Trainer clips in its own loop alone, which neither a caller of ``compute_loss`` nor another loop in a subclass has."""
+    from accelerate.state import GradientState
+
+    GradientState._reset_state()  # which a training that was interrupted leaves
+
+    class OwnLoop(transformers.Trainer):  # type: ignore[name-defined,misc]
+        def train(self) -> Any:
+            self.create_optimizer()
+            return loop(self.model, self.optimizer, self.compute_loss)
+
+    runs = []
+    for compiled in (None, {"update": "backward"}):
+        trainer = small_trainer(OwnLoop, tmp_path, compiled, max_grad_norm=0.1)
+        losses = trainer.train()
+        optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        if compiled is not None:
+            trainer.model.bind(optimizer)
+        runs.append(([*losses, *loop(trainer.model, optimizer, trainer.compute_loss)], weights(trainer)))
+    assert runs[0][0] == runs[1][0] and equal(runs[0][1], runs[1][1])
+    trainer.model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    with pytest.raises(mtcompile.StepError, match="Pass to compile: max_grad_norm="):
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 0.01)
+
+
+class LeavesOut(transformers.Trainer):  # type: ignore[name-defined,misc]
+    """Clips the norms' weights, and does not train them."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer is None:
+            trained = [p for name, p in self.model.named_parameters() if "norm" not in name]
+            self.optimizer = torch.optim.AdamW(trained, lr=0.01)
+        return self.optimizer
+
+
+class Headed(nn.Module):
+    """A body, which may be compiled, and a head beside it."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body, self.head, self.unused = body, nn.Linear(32, 4), nn.Linear(2, 2)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        logits = self.head(self.body(input_ids=input_ids).logits)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten() % 4), "logits": logits}
+
+
+def test_what_a_trainer_clips_and_the_backward_does_not_update_is_refused_before_it(tmp_path: Path) -> None:
+    for backwards in (1, 2):
+        clipped: dict[str, Any] = {"max_grad_norm": 0.5, "gradient_accumulation_steps": backwards}
+        trainer = small_trainer(LeavesOut, tmp_path, {"update": "backward"}, **clipped)
+        before = weights(trainer)
+        with pytest.raises(mtcompile.StepError, match=r"clips model.*norm.weight .* the optimizer lacks it, and 2 more"):
+            trainer.train()
+        assert equal(weights(trainer), before) and not trainer.optimizer.state
+    headed = small_trainer(transformers.Trainer, tmp_path, {"update": "backward"}, max_grad_norm=0.5)
+    headed.model = headed.model_wrapped = Headed(headed.model)
+    before = weights(headed)
+    with pytest.raises(mtcompile.StepError, match=r"clips head.weight .* the compiled model lacks it, and 1 more"):
+        headed.train()
+    assert equal(weights(headed), before)
+
+
+def test_what_a_trainer_does_not_clip_or_has_no_gradient_need_not_be_updated(tmp_path: Path) -> None:
+    for kind, limit in ((LeavesOut, 0.0), (transformers.Trainer, 0.0), (transformers.Trainer, 0.5)):
+        runs = []
+        for compiled in (None, {"update": "backward"}):
+            trainer = small_trainer(kind, tmp_path, compiled, max_grad_norm=limit)
+            if kind is transformers.Trainer:
+                torch.manual_seed(0)
+                trainer.model = trainer.model_wrapped = Headed(trainer.model)
+                trainer.model.head.requires_grad_(limit == 0.0)
+            trainer.train()
+            runs.append((history(trainer), weights(trainer)))
+        assert runs[0][0] == runs[1][0] and equal(runs[0][1], runs[1][1])
 
 
 @pytest.mark.parametrize("stop", [("error", 5), pytest.param(("sigterm", 3), marks=pytest.mark.long)], ids=["error", "sigterm"])

@@ -76,6 +76,22 @@ def test_what_updates_in_the_backward_cannot_follow_is_refused(lightning: Any, t
         trainer.fit(module, lightning.data())
 
 
+def test_a_loop_after_the_trainer_is_not_clipped_as_that_was_told(lightning: Any, tmp_path: Path) -> None:
+    runs, quiet = [], {"accelerator": "cpu", "enable_checkpointing": False, "max_epochs": 1, "gradient_clip_val": 0.1}
+    for memory in (None, "2MiB"):
+        torch.manual_seed(1)
+        model, losses, *_ = lightning.train(str(tmp_path), memory, compiled={"update": "backward"}, **quiet)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if memory is not None:
+            model.bind(optimizer)
+        for _ in range(2):
+            model(torch.arange(32).reshape(2, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append((model, losses))
+    check(*runs)
+
+
 @pytest.mark.long
 def test_a_module_that_calls_itself_may_be_compiled_as_a_whole(lightning: Any, tmp_path: Path) -> None:
     class Whole(lightning.Module):  # type: ignore[name-defined, misc]

@@ -53,8 +53,17 @@ def with_fragments(names: Collection[str] | None, joint: fx.GraphModule) -> froz
 
 def updated_by(step: fx.GraphModule) -> frozenset[str]:
     """Returns the names of the whole parameters that a step's backward updates: those of the optimizer that have a gradient."""
-    parts, updated = fragments_of(step), (spec.name for spec in step.meta["outputs"] if spec.kind == "update")
-    return frozenset(parts[name].parameter if name in parts else name for name in updated)
+    return _results(step, "update")
+
+
+def left_by(step: fx.GraphModule) -> frozenset[str]:
+    """Returns the names of the whole parameters whose gradients a step's backward leaves in ``.grad``."""
+    return _results(step, "grad")
+
+
+def _results(step: fx.GraphModule, kind: str) -> frozenset[str]:
+    parts, names = fragments_of(step), (spec.name for spec in step.meta["outputs"] if spec.kind == kind)
+    return frozenset(parts[name].parameter if name in parts else name for name in names)
 
 
 def without_fragments(step: fx.GraphModule) -> frozenset[str]:

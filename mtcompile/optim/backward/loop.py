@@ -41,9 +41,14 @@ from mtcompile.reading import HeldInterrupts
 from mtcompile.references import weakly
 from mtcompile.torch_private import UsedGradient
 
-USED = (
-    'update="backward" has used this gradient in the backward; nothing of it is left to read, scale, clip or add to. Pass to '
-    'compile: max_grad_norm= in place of clip_grad_norm_, accumulate=k to add up gradients, or update="step" for all else'
+USED = 'update="backward" has used this gradient in the backward; nothing of it is left to read, scale, clip or add to. '
+_IN_A_LOOP = (
+    "Pass to compile: max_grad_norm= in place of clip_grad_norm_, accumulate=k to add up gradients, or "
+    'update="step" for all else'
+)
+_IN_A_TRAINER = (
+    "{} may clip once, after the last backward of a step, by the norm that its arguments say. For all else, pass "
+    'update="step" to compile'
 )
 
 FAILED = "a backward failed while it added to this gradient, which is no whole sum; expected zero_grad() before anything else"
@@ -152,12 +157,13 @@ class Loop:
                     "plain PyTorch would update it with zeros. Call zero_grad(), which sets gradients to None"
                 )
 
-    def used(self, trained: Mapping[str, nn.Parameter], ended: bool, clipping: torch_private.Clipping) -> None:
+    def used(self, trained: Mapping[str, nn.Parameter], ended: bool, clipping: torch_private.Clipping, trainer: str) -> None:
         """Notes a backward that has updated these parameters. ``ended``: False if updates still run. ``clipping``: what it has
-        done for a loop that clips."""
+        done for a loop that clips; ``trainer``: the name of the one whose loop that is, if any."""
         self._clipping = clipping
+        why = USED + (_IN_A_TRAINER.format(trainer) if trainer else _IN_A_LOOP)
         for name, parameter in trained.items():
-            parameter.grad = UsedGradient(parameter, USED, name=name, clipping=clipping)
+            parameter.grad = UsedGradient(parameter, why, name=name, clipping=clipping)
         self._used, self.stepped, self._left, self._writes = trained, False, None, None
         if ended:
             self.updated()
@@ -260,8 +266,8 @@ class Loop:
             if self._clipping.is_missing:
                 raise StepError(
                     f"optimizer.step() was called and nobody clipped gradients, which this backward has scaled by "
-                    f"{self._clipping.factor:.6g} as the arguments of the trainer say. Expected clip_grad_norm_ with its "
-                    'max_grad_norm; set that to 0, or use update="step"'
+                    f"{self._clipping.factor:.6g}. Expected {self._clipping.expected}; set that to 0 if nobody shall clip, or "
+                    'use update="step"'
                 )
         elif left := [name for name, parameter in self._used.items() if isinstance(parameter.grad, UsedGradient)]:
             raise StepError(

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from mtcompile.optim.backward.fragments import FragmentUpdates
 from mtcompile.optim.backward.kernels import KERNELS, Backward, Shares, tell_what_changed
 from mtcompile.optim.backward.loop import Loop, check_others
 from mtcompile.optim.backward.waiting_state import let_wait
+from mtcompile.optim.calling_trainer import CallingTrainer
 from mtcompile.optim.disk_state import DiskState
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.state_sizes import STATES, is_elementwise, update_workspace
@@ -46,14 +47,14 @@ class UpdatesInBackward:
     """Updates of one model's parameters in its backward: their options, and the state of the backward that runs or ran last.
 
     ``wholeness``: of the model, which an error after the first update spoils. ``where``: it computes, beside updates.
-    ``follows``: whether the limit of the norm is a trainer's, which clips by hand and logs the norms that ``notes_norms``
-    asks for.
+    ``trainer``: the name of the one that called last, while it trains: it clips by hand, and logs norms.
     """
 
     def __init__(
         self, model: nn.Module, options: UpdateOptions, masters: Masters | None, wholeness: Wholeness, where: torch.device
     ) -> None:
         self.options, self.masters, self._wholeness = options, masters, wholeness
+        self._told = options  # by ``compile``
         if masters is not None:
             masters.spared = 0 if where.type == "cpu" else _ISSUING
         self.model, self._where = weakref.ref(model), where
@@ -61,7 +62,9 @@ class UpdatesInBackward:
         self.disk: DiskState | None = None
         self.shares: Shares | None = None
         self.loop = Loop(wholeness, self._check_step)
-        self.notes_norms = self.follows = False
+        self.trainer = self._limit_name = ""
+        # What it clips together with the parameters that are updated here, by name.
+        self._also_clipped = weakref.WeakValueDictionary[str, nn.Parameter]()
         self._backward: Backward | None = None
         self._ended: Backward | None = None
         self._threads = torch.get_num_threads()
@@ -74,18 +77,27 @@ class UpdatesInBackward:
         self.loop.bind(optimizer)
         self.optimizer = optimizer
 
-    def follow(self, name: str, max_grad_norm: float | None) -> bool:
-        """Clips as the trainer of that ``name`` will, and notes norms for it. Tells whether options have changed. Raises
-        StepError if the model was told to clip otherwise."""
-        self.notes_norms, told = True, None if self.follows else self.options.max_grad_norm
-        if told is not None and max_grad_norm not in (None, told):
-            raise StepError(
-                f"expected one limit of the gradients' norm, found max_grad_norm={told:g} in compile and {max_grad_norm:g} in "
-                f"the arguments of {name}; leave it out of compile"
-            )
-        if told is not None or max_grad_norm == self.options.max_grad_norm:
+    def follow(self, trainer: CallingTrainer | None) -> bool:
+        """Clips as the trainer that calls will, and notes norms for it; or as ``compile`` was told. Tells whether options have
+        changed. Raises StepError if both were told, and not the same."""
+        limit, limit_name = self._told.max_grad_norm, ""
+        self.trainer = self._limit_name = ""
+        self._also_clipped.clear()
+        if trainer is not None:
+            if limit is not None and trainer.max_grad_norm not in (None, limit):
+                raise StepError(
+                    f"expected one limit of the gradients' norm, found max_grad_norm={limit:g} in compile and "
+                    f"{trainer.max_grad_norm:g}, the {trainer.limit_name}; leave it out of compile"
+                )
+            self.trainer, self._limit_name = trainer.name, trainer.limit_name
+            if trainer.max_grad_norm is not None:
+                ours = set(map(id, self._parameters().values()))
+                self._also_clipped.update((n, p) for n, p in trainer.clipped().items() if p.requires_grad and id(p) not in ours)
+            if limit is None:
+                limit, limit_name = trainer.max_grad_norm, trainer.limit_name
+        if (limit, limit_name) == (self.options.max_grad_norm, self.options.limit_name):
             return False
-        self.follows, self.options = True, replace(self.options, max_grad_norm=max_grad_norm)
+        self.options = replace(self._told, max_grad_norm=limit, limit_name=limit_name)
         return True
 
     def release(self) -> None:
@@ -238,9 +250,32 @@ class UpdatesInBackward:
             self._wholeness.steps + 1, self.options, optimizer, self.masters, parameters, groups, self._threads, self.grad_norm
         )
         self._backward.trained, self._backward.sums = updated, sums
-        self._backward.clipping = torch_private.Clipping(is_asked=not self.follows, wait=weakly(self._wait))
-        self._backward.notes_norms = self.notes_norms
+        asked, expected = not self.options.limit_name, _clipping_by(self.options)
+        self._backward.clipping = torch_private.Clipping(is_asked=asked, expected=expected, wait=weakly(self._wait))
+        self._backward.notes_norms = bool(self.trainer)
         self._backward.disk, self._backward.shares = self.disk, self.shares
+
+    def check_clipped(self, kept: Collection[str], node: Any) -> None:
+        """Raises StepError if the trainer will clip gradients together with those of a backward which that leaves, or that are
+        left already. ``kept``: the names of the model's parameters whose gradients it leaves; ``node``: the backward's, in
+        autograd's graph."""
+        model = self.model()
+        if not self._also_clipped or model is None:
+            return
+        elsewhere = torch_private.leaves_beside(node)
+        left = set(map(id, torch_private.leaves_behind(node) if elsewhere is None else elsewhere))
+        left |= {id(p) for name, p in nn.Module.named_parameters(model) if name in kept}
+        names = [name for name, p in self._also_clipped.items() if p.grad is not None or id(p) in left]
+        if names:
+            lacks, way = "compiled model", "compile all that is trained"
+            if any(self._also_clipped[names[0]] is p for p in nn.Module.parameters(model)):
+                lacks, way = "optimizer", "give it to the optimizer"
+            more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+            raise StepError(
+                f"{self.trainer} clips {names[0]} together with the parameters that the backward updates, and it is not one of "
+                f"them: the {lacks} lacks it{more}. Nothing was changed. Freeze it (requires_grad_(False)), {way}, set the "
+                f'{self._limit_name} to 0, or use update="step"'
+            )
 
     def _sums(self, parameters: Mapping[str, nn.Parameter], updated: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         """Returns the gradients of backwards before, by the names of their parameters. Raises StepError if the norm is of some
@@ -248,7 +283,7 @@ class UpdatesInBackward:
         if self.masters is not None:
             self.masters.widen(updated.values())
         held = {name: p.grad for name, p in parameters.items() if type(p.grad) is torch.Tensor}
-        if (left := held.keys() - updated.keys()) and (self.options.needs_all_gradients or self.notes_norms):
+        if (left := held.keys() - updated.keys()) and (self.options.needs_all_gradients or self.trainer):
             raise StepError(
                 f'{min(left)} has a gradient of a backward before this one, and none of this one; with update="backward" only '
                 'gradients of the last backward of a step are clipped, and nothing was changed. Use update="step"'
@@ -278,7 +313,7 @@ class UpdatesInBackward:
         assert self._backward is not None
         self._ended = self._backward
         self._wholeness.steps += 1
-        self.loop.used(self._backward.trained, not self.options.run_ahead, self._backward.clipping)
+        self.loop.used(self._backward.trained, not self.options.run_ahead, self._backward.clipping, self.trainer)
         for notice in () if self.disk is None else self.disk.store.spares.new_notices():
             warnings.warn(notice, stacklevel=2)
 
@@ -340,3 +375,13 @@ class UpdatesInBackward:
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._ended is not None:
             check_step(self._ended, optimizer)
+
+
+def _clipping_by(options: UpdateOptions) -> str:
+    """Returns what a loop may do to gradients that a backward with these options has used."""
+    limit, name = options.max_grad_norm, options.limit_name
+    if limit is None:
+        return "no clipping" + (f": the {name} was 0 when the forward ran" if name else "")
+    if name:
+        return f"clip_grad_norm_ to {limit:g}, the {name} when the forward ran"
+    return f"clip_grad_norm_ with the max_grad_norm={limit:g} that compile was given"
