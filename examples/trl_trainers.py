@@ -4,6 +4,7 @@ python examples/trl_trainers.py sft             # a small Llama with random weig
 python examples/trl_trainers.py packed          # the same chats, several in one row
 python examples/trl_trainers.py whole           # packed, with the model's own loss: one program, with updates in the backward
 python examples/trl_trainers.py dpo             # right answers against wrong ones; the reference model is compiled too
+python examples/trl_trainers.py whole-dpo       # the same from logits: one program, with updates in the backward
 python examples/trl_trainers.py grpo --plain    # rewards digits in what the model generates; here without mtcompile
 
 Needs trl: pip install "mtcompile[hf]" trl.
@@ -20,6 +21,7 @@ from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl.trainer.utils import FusedCausalLMOutput
 
 import mtcompile
 
@@ -50,6 +52,30 @@ class WholeSFTTrainer(SFTTrainer):
         return Trainer.compute_loss(self, *args, **kwargs)
 
 
+class FromLogits:
+    """A model whose log-probabilities, and what TRL logs beside them, are computed from the logits that it returns."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, labels: torch.Tensor, fused_lm_head: bool, **inputs: Any) -> FusedCausalLMOutput:
+        logits, next_labels = self.model(**inputs).logits[:, :-1].float(), labels[:, 1:]
+        ignored, log_probs = next_labels == -100, logits.log_softmax(-1)
+        chosen = log_probs.gather(-1, next_labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        with torch.no_grad():
+            entropy = -(log_probs.exp() * log_probs).sum(-1)
+            means, is_top1 = logits.mean(-1), logits.argmax(-1) == next_labels
+        shown = {"log_probs": chosen, "entropy": entropy, "mean_logits": means, "is_top1": is_top1}
+        return FusedCausalLMOutput(**{name: value.masked_fill(ignored, 0) for name, value in shown.items()})
+
+
+class WholeDPOTrainer(DPOTrainer):
+    """TRL's loss and all that it logs, from logits: mtcompile captures the model in one program."""
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(FromLogits(model), *args, **kwargs)
+
+
 def train(
     kind: str,
     folder: str,
@@ -67,16 +93,19 @@ def train(
         LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, bos_token_id=None, eos_token_id=1, **sizes)
     )
     reference: Any = copy.deepcopy(model)
-    if memory is not None:
+    if memory is not None and kind.startswith("backbone"):  # the head and the loss are TRL's, beside the plan
+        model.model = mtcompile.compile(model.model, memory=memory, **(compiled or {}))
+    elif memory is not None:
         model = mtcompile.compile(model, memory=memory, **(compiled or {}))
         reference = mtcompile.compile(reference, memory=memory)
     common: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": steps, "logging_steps": 1, "report_to": []}
     common |= {"output_dir": folder, "learning_rate": 1e-3, "use_cpu": not torch.cuda.is_available(), **arguments}
     trainer: Any
-    if kind == "dpo":
+    if kind.endswith("dpo"):
         data = Dataset.from_dict({"prompt": ASKED, "chosen": RIGHT, "rejected": WRONG})
         options = DPOConfig(max_length=48, pad_to_multiple_of=48, **common)
-        trainer = DPOTrainer(model, reference, options, train_dataset=data, processing_class=tokenizer())
+        own_log_probs = WholeDPOTrainer if kind == "whole-dpo" else DPOTrainer
+        trainer = own_log_probs(model, reference, options, train_dataset=data, processing_class=tokenizer())
     elif kind == "grpo":
         options = GRPOConfig(max_completion_length=4, num_generations=2, **common)
         data = Dataset.from_dict({"prompt": ASKED})
@@ -92,9 +121,9 @@ def train(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=["sft", "packed", "whole", "dpo", "grpo"])
+    parser.add_argument("kind", choices=["sft", "packed", "whole", "dpo", "whole-dpo", "grpo"])
     parser.add_argument("--plain", action="store_true")
     given = parser.parse_args()
-    update = {"update": "backward"} if given.kind == "whole" else {}
+    update = {"update": "backward"} if given.kind.startswith("whole") else {}
     history = train(given.kind, "trl-run", None if given.plain else "16MiB", compiled=update).state.log_history
     print("losses:", [row["loss"] for row in history if "loss" in row])

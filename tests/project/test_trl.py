@@ -56,20 +56,42 @@ def test_the_history_is_that_of_a_plain_model(kind: str, options: dict[str, Any]
     assert equal(weights(again), weights(compiled.model))
 
 
+SMALL: dict[str, Any] = {"steps": 2, "layers": 1, "gradient_checkpointing": False}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {"steps": 1, "layers": 1, "gradient_checkpointing": False},
-        pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.long),
-        pytest.param({"max_grad_norm": 0.0}, marks=pytest.mark.long),
+        ("whole", {**SMALL, "steps": 1}),
+        ("whole-dpo", SMALL),
+        pytest.param("whole", {"gradient_accumulation_steps": 2}, marks=pytest.mark.long),
+        pytest.param("whole", {"max_grad_norm": 0.0}, marks=pytest.mark.long),
+        pytest.param("whole-dpo", {"gradient_accumulation_steps": 2}, marks=pytest.mark.long),
     ],
 )
-def test_with_the_loss_of_the_model_updates_are_in_the_backward(options: dict[str, Any], tmp_path: Path) -> None:
+def test_with_a_loss_from_what_the_model_returns_updates_are_in_the_backward(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     train = example("trl_trainers").train
-    plain = train("whole", str(tmp_path / "plain"), None, **QUIET, **options)
-    compiled = train("whole", str(tmp_path / "compiled"), "16MiB", compiled={"update": "backward"}, **QUIET, **options)
+    plain = train(kind, str(tmp_path / "plain"), None, **QUIET, **options)
+    compiled = train(kind, str(tmp_path / "compiled"), "16MiB", compiled={"update": "backward"}, **QUIET, **options)
     assert history(compiled) == history(plain) and equal(weights(compiled.model), weights(plain.model))
     assert "in the backward" in str(compiled.model.plan.updates) and not compiled.model.plan.notes
+
+
+@pytest.mark.parametrize("kind", ["backbone-dpo", pytest.param("backbone-sft", marks=pytest.mark.long)])
+def test_below_the_loss_of_trl_updates_of_the_backbone_are_in_the_backward(kind: str, tmp_path: Path) -> None:
+    train, update = example("trl_trainers").train, {"update": "backward"}
+    plain = train(kind, str(tmp_path / "plain"), None, max_grad_norm=0.0, **QUIET, **SMALL)
+    compiled = train(kind, str(tmp_path / "compiled"), "16MiB", compiled=update, max_grad_norm=0.0, **QUIET, **SMALL)
+    assert history(compiled) == history(plain) and equal(weights(compiled.model), weights(plain.model))
+    assert "in the backward" in str(compiled.model.model.plan.updates)
+
+
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("sft", marks=pytest.mark.long)])
+def test_the_loss_of_trl_is_refused_within_the_model(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(mtcompile.CaptureError, match=r"chunked_logprob\.py.*\n.*compile the submodules"):
+        example("trl_trainers").train(kind, str(tmp_path), "16MiB", compiled={"update": "backward"}, **QUIET, **SMALL)
 
 
 @pytest.mark.long
