@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -295,9 +296,25 @@ def repeated_effects(
             return result
 
     effects: list[tuple[int | None, fx.Node]] = []
-    with fake_mode_of(operands) or contextlib.nullcontext(), torch.no_grad(), Calls():  # type: ignore[no-untyped-call]
+    fake = fake_mode_of(operands) or contextlib.nullcontext()
+    with fake, torch.no_grad(), _autocasts_around(checkpoint), Calls():  # type: ignore[no-untyped-call]
         Watching(checkpoint, body, True).run(*operands)
     return iter(effects)
+
+
+@contextlib.contextmanager
+def _autocasts_around(node: fx.Node) -> Iterator[None]:
+    """The autocasts that a captured graph enters before one of its nodes and leaves after it."""
+    entered = dict[fx.Node, tuple[Any, ...]]()
+    for before in itertools.takewhile(lambda each: each is not node, node.graph.nodes):
+        if before.target is torch.amp.autocast_mode._enter_autocast:
+            entered[before] = before.args
+        elif before.target is torch.amp.autocast_mode._exit_autocast:
+            entered.pop(before.args[0], None)
+    with contextlib.ExitStack() as stack:
+        for device, dtype, enabled, _ in entered.values():
+            stack.enter_context(torch.autocast(device, dtype, enabled))
+        yield
 
 
 def _version(value: Any) -> int:

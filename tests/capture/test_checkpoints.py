@@ -53,6 +53,14 @@ def without_grad(model: Any, h: Tensor) -> Tensor:
         return again(model.norm, h)
 
 
+def under_autocast(model: Any, h: Tensor) -> Tensor:
+    def attends(z: Tensor) -> Tensor:  # autocast makes one dtype of these two
+        return F.scaled_dot_product_attention(z[None], z[None], model.inner(z)[None].bfloat16())[0]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return again(attends, h.float()).float()
+
+
 CHANGES: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
     "batch norm": (lambda m, h, x: again(m.norm, h), "the buffer norm.num_batches_tracked,"),
     "its function": (lambda m, h, x: again(lambda z: normed_alone(m, z), h), "the buffer norm.running_mean,"),
@@ -149,6 +157,7 @@ GRADIENTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "a parameter": lambda m, h, x: h + again(lambda z, w: F.linear(z, w), x, m.inner.weight, use_reentrant=True),
     "nothing trained": lambda m, h, x: h + again(torch.tanh, x, use_reentrant=True),
     "not reentrant": lambda m, h, x: h + again(lambda z: attribute(m, z), x),
+    "under autocast": lambda m, h, x: under_autocast(m, h),
 }
 
 

@@ -88,6 +88,29 @@ def test_below_the_loss_of_trl_updates_of_the_backbone_are_in_the_backward(kind:
     assert "in the backward" in str(compiled.model.model.plan.updates)
 
 
+@pytest.mark.long
+def test_adapters_learn_preferences_against_their_base_with_updates_in_the_backward(tmp_path: Path) -> None:
+    """In bf16 with gradient checkpointing, TRL's defaults; the reference is the same model without its adapters."""
+    peft, own = pytest.importorskip("peft"), example("trl_trainers")
+    trl = pytest.importorskip("trl")
+    data = own.Dataset.from_dict({"prompt": own.ASKED, "chosen": own.RIGHT, "rejected": own.WRONG})
+    options: dict[str, Any] = {"max_length": 48, "pad_to_multiple_of": 48, "use_cpu": True, "report_to": [], **QUIET}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    trainers = []
+    for memory in (None, "64MiB"):
+        transformers.set_seed(0)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(own.WORDS), eos_token_id=1, **sizes))
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        if memory is not None:
+            model = mtcompile.compile(model, memory=memory, update="backward")
+        config = trl.DPOConfig(str(tmp_path), max_steps=2, logging_steps=1, per_device_train_batch_size=2, **options)
+        trainers.append(own.WholeDPOTrainer(model, None, config, train_dataset=data, processing_class=own.tokenizer()))
+        trainers[-1].train()
+    assert history(trainers[0]) == history(trainers[1])
+    assert equal(weights(trainers[0].model), weights(trainers[1].model))
+    assert "in the backward" in str(trainers[1].model.plan.updates)
+
+
 @pytest.mark.parametrize("kind", ["dpo", pytest.param("sft", marks=pytest.mark.long)])
 def test_the_loss_of_trl_is_refused_within_the_model(kind: str, tmp_path: Path) -> None:
     with pytest.raises(mtcompile.CaptureError, match=r"chunked_logprob\.py.*\n.*compile the submodules"):
