@@ -157,11 +157,11 @@ from torch._dynamo import config
 from torch.fx import graph
 import torch._inductor as inductor
 torch._C.x; F._pad; graph._f; importlib.import_module("torch._functorch")
-config.patch(debug=True); graph.patch(debug=True)
+patched(config, debug=True); patched(graph, debug=True)
 torch.__version__; torch.ops.aten._softmax; x._y; graph.f; importlib.import_module("torch.fx")
 """
     assert {name for name, _ in private_torch(ast.parse(program))} == {
-        "torch._dynamo.config", "torch._dynamo.config.patch", "torch._dynamo.config.debug", "torch._inductor", "torch._C",
+        "torch._dynamo.config", "torch._dynamo.config.debug", "torch._inductor", "torch._C",
         "torch._C.x", "torch.nn.functional._pad", "torch.fx.graph._f", "torch._functorch",
     }  # fmt: skip
 
