@@ -64,8 +64,8 @@ def another_inductor_cache(why: str) -> Iterator[None]:
         knobs.set_inductor_cache(before)
         raise
     warnings.warn(
-        f"compiled kernels in {before} cannot be used, as after a kill amid their compilation: {why}. This process compiles "
-        "into a new folder: delete that one to keep compiled kernels again",
+        f"compiled kernels in {before} cannot be used, perhaps because a process was killed while it compiled them: {why}. "
+        f"This process uses a temporary folder instead. Delete {before} to keep compiled kernels again",
         stacklevel=2,
     )
 

@@ -53,7 +53,7 @@ def _check_effects(graph: fx.GraphModule, node: fx.Node, specs: dict[Any, InputS
             raise CaptureError(
                 "torch.utils.checkpoint with preserve_rng_state=False draws random numbers, and a plain run draws others in "
                 f"the backward{place_of([effect, node])}\n"
-                "  remove preserve_rng_state=False, or the checkpoint: mtcompile itself recomputes what does not fit"
+                "  remove preserve_rng_state=False, or the checkpoint: mtcompile recomputes what does not fit into memory"
             )
         raise CaptureError(
             f"torch.utils.checkpoint makes a change in the values of {_named(specs.get(operands[position]))}, and a plain "

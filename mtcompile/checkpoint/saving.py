@@ -65,13 +65,14 @@ def save(
     extra          numbers, text and tensors of your own by name, such as the position in the data
     keep           how many checkpoints stay in ``folder``; older ones are deleted last, 0 keeps all
     files          further files of the checkpoint, as bytes by name, such as a tokenizer's: .json, .jinja, .txt or .model
-    signing_key    a file with a private Ed25519 key, as PEM or of OpenSSH, that signs the checkpoint
+    signing_key    a file with a private Ed25519 key, in PEM or OpenSSH format, that signs the checkpoint
 
     Where several ranks train, all of them call it: the first saves the training, the others their random generators, beside
     it. Nobody waits, unless each host has a part of the optimizer state, which it sends to the first rank. The states of
     torch's, Python's and numpy's random generators are saved too. Tensors are written from where they are, in pieces of 8 MiB.
     Raises CheckpointError if another process saves into ``folder`` or what is there is no checkpoint, TypeError for state that
-    is neither numbers, text nor tensors, and OSError if the disk refuses. The earlier checkpoints are then as they were.
+    is neither numbers, text nor tensors, ValueError for a key that cannot sign, and OSError if the disk refuses. The earlier
+    checkpoints are then as they were.
     """
     key = None if signing_key is None else private_key(signing_key)
     finish_saving(folder)

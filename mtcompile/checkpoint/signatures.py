@@ -58,12 +58,14 @@ def signer(folder: Path, names: Collection[str]) -> str | None:
         key.verify(base64.b64decode(whole["signature"], validate=True), text.encode())
         content = json.loads(text)
         if content["format"] != _FORMAT or content["files"].keys() != set(names):
-            raise ValueError("it is one of other files")
+            raise ValueError("it signs other files")
     except CheckpointError:
         raise
     except Exception as error:  # also cryptography's InvalidSignature, whose text is empty
-        reason = str(error) or "its key has not made it"
-        raise CheckpointError(f"{path} is no signature of this checkpoint: {reason}") from None
+        reason = str(error) or "it is not valid for its key"
+        raise CheckpointError(
+            f"{path} does not match this checkpoint: {reason}. Copy the checkpoint again, or take another one"
+        ) from None
     for name, expected in content["files"].items():
         if sha256(folder / name) != expected:
             raise CheckpointError(f"{folder / name} is not the file that was signed")
@@ -76,7 +78,10 @@ def _key(path: Path, readers: Any, kind: type, name: str) -> Any:
         try:
             key = read(data)
         except TypeError:
-            raise ValueError(f"expected a key without a password in {path}, found one with a password") from None
+            raise ValueError(
+                f"expected a key without a password in {path}, found one with a password: make one with openssl genpkey "
+                "-algorithm ed25519"
+            ) from None
         except Exception:  # another format; cryptography raises several kinds
             continue
         if isinstance(key, kind):
@@ -84,7 +89,10 @@ def _key(path: Path, readers: Any, kind: type, name: str) -> Any:
         raise ValueError(
             f"expected an Ed25519 key in {path}, found another kind: make one with openssl genpkey -algorithm ed25519"
         )
-    raise ValueError(f"expected a {name} Ed25519 key in {path}, as PEM or of OpenSSH, found neither")
+    other = "public" if name == "private" else "private"
+    raise ValueError(
+        f"expected a {name} Ed25519 key in {path} (PEM or OpenSSH), found none: check that it is not the {other} one"
+    )
 
 
 def _as_text(key: Any) -> str:

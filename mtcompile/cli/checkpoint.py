@@ -39,8 +39,8 @@ def verify(
     Example:
       mtcompile checkpoint verify run --public-key key.pub
 
-    Exit code 0: the checkpoint is whole, and no file is another one; 5: a file is another one; 2: damaged, not signed by that
-    key, or no checkpoint.
+    Exit code 0: the checkpoint is whole, and the weights and data that are still there are unchanged; 5: one has changed;
+    2: damaged, signed by another key or by none, or no checkpoint.
     """
     from mtcompile.checkpoint.provenance import compared
     from mtcompile.checkpoint.reading import verified
@@ -50,8 +50,11 @@ def verify(
     expected = None if public is None else public_key(public)
     found, key = verified(folder)
     if expected not in (None, key):
-        by = "no signature" if key is None else f"a signature of {key}"
-        raise CheckpointError(f"{found.path}: expected a signature of {expected}, the key in {public}, found {by}")
+        by = "none" if key is None else f"one by {key}"
+        raise CheckpointError(
+            f"{found.path}: expected a signature by the key in {public} ({expected}), found {by}. Do not trust it, or pass the "
+            "right key"
+        )
     told, files = found.provenance, list(compared(found.provenance))
     if as_json:
         rows = [{"kind": kind, "path": path, "found": outcome} for kind, path, outcome in files]
@@ -60,7 +63,7 @@ def verify(
     else:
         lines = [f"{found.path}: whole, step {found.step}"]
         if key is not None:
-            lines.append(f"  signed by {key}" + ("" if public else ": pass --public-key to know whose key that is"))
+            lines.append(f"  signed by {key}" + ("" if public else ": check by --public-key that you know this key"))
         lines += [f"  {kind}: {path}: {outcome}" for kind, path, outcome in files]
         lines += [f"  new, not from a file: {', '.join(origin['new'])}" for origin in told.get("weights", []) if origin["new"]]
         lines += [f"  {name}: {value}" for part in ("versions", "options") for name, value in told.get(part, {}).items()]

@@ -223,7 +223,7 @@ def _pages(device: Device, root: Path) -> Iterator[Limit]:
     if huge:
         granted = huge_nbytes(address)
         text = huge + (f", {gib(granted)} of {gib(_TRIED_NBYTES)} granted" if granted is not None else "")
-        meaning = "copies and updates of host memory look fewer addresses up"
+        meaning = "with them, copies and updates of host memory look fewer addresses up"
         step = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         yield Limit("huge pages", text, granted, "ok" if granted and huge != "never" else "watch", meaning, step)
 

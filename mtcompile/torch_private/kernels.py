@@ -74,7 +74,7 @@ def find_vector_instructions() -> None:
 
     if found():
         return
-    with contextlib.suppress(LookupError), another_inductor_cache(f"no program there has shown that {wanted} works"):
+    with contextlib.suppress(LookupError), another_inductor_cache(f"Inductor's test program for {wanted} did not run"):
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
         for kind in {kind for isa in cpu_vec_isa.supported_vec_isa_list for kind in type(isa).__mro__}:
             for member in vars(kind).values():

@@ -266,8 +266,8 @@ class Loop:
             if self._clipping.is_missing:
                 raise StepError(
                     f"optimizer.step() was called and nobody clipped gradients, which this backward has scaled by "
-                    f"{self._clipping.factor:.6g}. Expected {self._clipping.expected}; set that to 0 if nobody shall clip, or "
-                    'use update="step"'
+                    f"{self._clipping.factor:.6g}. Expected {self._clipping.expected}. If nobody "
+                    'should clip, set that limit to 0, or use update="step"'
                 )
         elif left := [name for name, parameter in self._used.items() if isinstance(parameter.grad, UsedGradient)]:
             raise StepError(

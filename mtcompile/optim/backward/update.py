@@ -269,11 +269,11 @@ class UpdatesInBackward:
         if names:
             lacks, way = "compiled model", "compile all that is trained"
             if any(self._also_clipped[names[0]] is p for p in nn.Module.parameters(model)):
-                lacks, way = "optimizer", "give it to the optimizer"
-            more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+                lacks, way = "optimizer", "pass all parameters to the optimizer"
+            more, it = (f" and {len(names) - 1} more", "them") if len(names) > 1 else ("", "it")
             raise StepError(
-                f"{self.trainer} clips {names[0]} together with the parameters that the backward updates, and it is not one of "
-                f"them: the {lacks} lacks it{more}. Nothing was changed. Freeze it (requires_grad_(False)), {way}, set the "
+                f"{self.trainer} clips {names[0]}{more} together with the parameters that the backward updates, but the "
+                f"{lacks} lacks {it}. Nothing was changed. Freeze {it} (requires_grad_(False)), {way}, set the "
                 f'{self._limit_name} to 0, or use update="step"'
             )
 
@@ -383,5 +383,5 @@ def _clipping_by(options: UpdateOptions) -> str:
     if limit is None:
         return "no clipping" + (f": the {name} was 0 when the forward ran" if name else "")
     if name:
-        return f"clip_grad_norm_ to {limit:g}, the {name} when the forward ran"
+        return f"clip_grad_norm_ to {limit:g}, which was the {name} when the forward ran"
     return f"clip_grad_norm_ with the max_grad_norm={limit:g} that compile was given"
