@@ -225,7 +225,7 @@ def test_a_trainer_that_does_not_clip_as_it_was_told_is_refused(tmp_path: Path) 
             return self.accelerator.clip_grad_norm_(model.parameters(), 0.25)
 
     for kind, message in ((Never, "nobody clipped"), (Otherwise, "are scaled by")):
-        message += f".* to 0.5, the max_grad_norm in the arguments of {kind.__name__}"
+        message += f".* to 0.5, which was the max_grad_norm in the arguments of {kind.__name__}"
         with pytest.raises(mtcompile.StepError, match=message):
             small_trainer(kind, tmp_path, {"update": "backward"}, max_grad_norm=0.5).train()
 
