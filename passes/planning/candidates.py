@@ -194,7 +194,7 @@ class Candidates:
 
     @cached_property
     def _bounds(self) -> Bounds:
-        return Bounds(self.problem, self.blocks, self._streamed, self.resident)
+        return Bounds(self.problem, self.blocks)
 
     def certificate(self, device: int | None, host: int | None) -> Certificate | None:
         """Returns how fast any plan within these bytes could be; None where there is none, or where no effort is made for
@@ -203,10 +203,11 @@ class Candidates:
             return None
         return self._bounds.certificate({"device": device, "host": host, "disk": self.problem.budgets.disk})
 
-    def bound_us(self, device: int | None, host: int | None, inside: bool = True) -> float:
+    def bound_us(self, device: int | None, host: int | None, inside: bool = True, at_home: bool = False) -> float:
         """The µs of the fastest plan that could be within these bytes; infinite if there can be none.
-        ``inside``: False for any form of the step (see ``Relaxation``)."""
-        return self._bounds.us({"device": device, "host": host, "disk": self.problem.budgets.disk}, inside)
+        ``inside``: False for any form of the step (see ``Relaxation``); ``at_home``: of plans with nothing on disk."""
+        disk = self.problem.budgets.disk
+        return self._bounds.us({"device": device, "host": host, "disk": disk and (0 if at_home else disk)}, inside)
 
     @cached_property
     def least_nbytes(self) -> int:

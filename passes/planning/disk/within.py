@@ -36,8 +36,7 @@ def may_fit_without(problem: PlanningProblem, known: Candidates, inside: bool = 
     others are. ``inside``: False for a plan of any form (see ``Relaxation``)."""
     if "disk" in problem.fixed_homes.values() or surely_short(problem) > 0:
         return False
-    budgets = replace(problem.budgets, disk=None)
-    return Candidates.like(known, replace(problem, budgets=budgets)).bound_us(budgets.device, budgets.host, inside) < inf
+    return known.bound_us(problem.budgets.device, problem.budgets.host, inside, at_home=True) < inf
 
 
 def planned_without(problem: PlanningProblem, known: Candidates, find: Find) -> Solved:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,18 +20,18 @@ from mtcompile.passes.lower import update_cost
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.step_graph import (
     body_outputs,
+    inputs_of,
     is_region,
     is_view,
     kernel_of,
     must_run,
     outputs_of,
-    param_homes_by_node,
     placeholders,
     regions,
     results,
 )
 from mtcompile.passes.step_graph import span_nbytes as nbytes_of
-from mtcompile.runtime.schedule import PHASES, Queue, Schedule, aligned
+from mtcompile.runtime.schedule import PHASES, aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,26 +216,28 @@ class HomeCost:
     stored: int
 
 
-def home_costs(problem: PlanningProblem, on_host: Schedule, on_device: Schedule) -> dict[str, HomeCost]:
-    """Adds up what homes cost at least: copies, by what regions need; updates, out of a schedule with every home on the host,
-    and of one with every home on the device."""
-    step, machine, updates = problem.step, problem.machine, problem.budgets.updates
-    needs = needs_of(step)
-    # Each queue is read in one schedule: a fixed home is updated on the same one in both.
-    updates_us = {"host": _updates_us(step, on_host, "host"), "compute": _updates_us(step, on_device, "compute")}
-    on_disk_us, drive_us = defaultdict[str, float](float), defaultdict[str, float](float)
-    for home, nbytes, _ in _updates(step, on_host, "host") if updates is not None else ():
-        on_disk_us[home] += update_cost(updates, machine, "host", nbytes, nbytes)[1]
-        drive_us[home] += machine.drive_us(*[updated_on_disk_nbytes(updates, nbytes)] * 2)
+def home_costs(problem: PlanningProblem, needs: Mapping[fx.Node, Needs]) -> dict[str, HomeCost]:
+    """Adds up what homes cost at least: copies, by what regions need; updates, one for each region that makes gradients of the
+    home. ``needs``: of the regions."""
+    step, machine, updates, fixed = problem.step, problem.machine, problem.budgets.updates, problem.fixed_homes
+    host_us, device_us, disk_us, drive_us = (defaultdict[str, float](float) for _ in range(4))
+    for home, nbytes in _updates(step) if updates is not None else ():
+        if (tier := fixed.get(home)) != "device":
+            there_us = update_cost(updates, machine, "host", nbytes, nbytes)[1]
+            host_us[home] += there_us if tier == "disk" else update_cost(updates, machine, "host", nbytes)[1]
+            disk_us[home] += there_us
+            drive_us[home] += machine.drive_us(*[updated_on_disk_nbytes(updates, nbytes)] * 2)
+        if tier in (None, "device"):
+            device_us[home] += update_cost(updates, machine, "compute", nbytes)[1]
     fetched = {phase: _total(n.read for r, n in needs.items() if r.meta["phase"] == phase) for phase in PHASES}
     stored = _total(need.stored for need in needs.values())
     return {
         home: HomeCost(
             {phase: machine.copy_us(fetched[phase][home], "h2d") for phase in PHASES},
             machine.copy_us(stored[home], "d2h"),
-            updates_us["host"][home],
-            updates_us["compute"][home],
-            on_disk_us[home],
+            host_us[home],
+            device_us[home],
+            disk_us[home],
             drive_us[home],
             {phase: fetched[phase][home] for phase in PHASES},
             stored[home],
@@ -252,25 +254,13 @@ def _total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return total
 
 
-def _updates_us(step: fx.GraphModule, schedule: Schedule, queue: Queue) -> dict[str, float]:
-    """Returns the µs of the updates of each home on a queue."""
-    us = defaultdict[str, float](float)
-    for home, _, share_us in _updates(step, schedule, queue):
-        us[home] += share_us
-    return us
-
-
-def _updates(step: fx.GraphModule, schedule: Schedule, queue: Queue) -> Iterator[tuple[str, int, float]]:
-    """Yields the updates on a queue: the home, the bytes of it that one changes, and the µs."""
-    home_of = param_homes_by_node(step)
-    for instruction in schedule.instructions:
-        if instruction.work == "update" and instruction.queue == queue:
-            written = [schedule.buffers[name] for name in instruction.writes]
-            total = sum(buffer.nbytes for buffer in written)
-            changed, us = defaultdict[str, int](int), defaultdict[str, float](float)
-            for buffer in written:
-                if buffer.version_of in home_of and total:
-                    home = home_of[buffer.version_of]
-                    changed[home] += buffer.nbytes
-                    us[home] += instruction.time_us * buffer.nbytes / total
-            yield from ((home, nbytes, us[home]) for home, nbytes in changed.items())
+def _updates(step: fx.GraphModule) -> list[tuple[str, int]]:
+    """Returns the home of each update, and the bytes of it that this changes."""
+    homes, wanted, changed = step.meta["homes"], step.meta.get("updated"), defaultdict[tuple[fx.Node, str], int](int)
+    params = {spec.index: (spec.name, node) for spec, node in inputs_of(step) if spec.role == "param" and spec.name in homes}
+    for spec, value in outputs_of(step):
+        if spec.kind == "grad" and spec.index in params:
+            name, node = params[spec.index]
+            if wanted is None or name in wanted:
+                changed[value.args[0], homes[name]] += node.meta["nbytes"]
+    return [(home, nbytes) for (_, home), nbytes in changed.items()]

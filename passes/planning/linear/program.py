@@ -203,23 +203,21 @@ class Program:
         counted: Counted,
         fixed: Mapping[int, float] = MappingProxyType({}),
         like: Solution | None = None,
-    ) -> tuple[Solution, Sequence[Row]]:
+    ) -> tuple[Solution, Sequence[Row]] | None:
         """Solves the program without the rows of tiers that have no budget, with some variables ``fixed``. ``like``: a solution
-        for the same tiers to begin at; it is left out if its program had another number of rows. Returns the solution and the
-        rows, whose prices are its last ones. Raises Infeasible. No variable and no row may be added any more."""
+        for the same tiers to begin at; it is left out if its program had another number of rows. Returns the solution, if there
+        is one, and the rows, whose prices are its last ones. No variable and no row may be added any more."""
         prepared, limits = self._within(budgets, counted)
         bounds = prepared.bounds.copy()
         for variable, value in fixed.items():
             bounds[variable] = value
         basis = prepared.start if like is None or len(like.prices) != len(limits) else like.basis
         solution = prepared.solver(limits, bounds, basis)
-        if solution is None:
-            raise Infeasible("expected a solution of the linear program, found none")
-        return solution, prepared.rows
+        return None if solution is None else (solution, prepared.rows)
 
-    def least_nbytes(self, tier: str, budgets: Mapping[str, int | None], counted: Counted) -> int:
-        """Returns bytes of a tier that the program has no solution with fewer of, within ``budgets`` of others and in any time.
-        Raises Infeasible."""
+    def least_nbytes(self, tier: str, budgets: Mapping[str, int | None], counted: Counted) -> int | None:
+        """Returns bytes of a tier that the program has no solution with fewer of, within ``budgets`` of others and in any time;
+        None if it has none at all."""
         limited = {each: nbytes for each, nbytes in budgets.items() if nbytes is not None and each != tier}
         rows = [*self.rows, *(row for row in self.held[counted] if row.tier in (tier, *limited))]
         in_gib = [{_NBYTES: -1.0} if row.tier == tier else {} for row in rows]
@@ -228,9 +226,7 @@ class Program:
         limits = [limit for _, limit in self.equal] + [row.limit + limited.get(row.tier or "", 0) / GIB for row in rows]
         bounds = numpy.concatenate([[[0.0, numpy.inf]], self._bounds()])
         solution = Solver(by_column, len(bounds), len(self.equal))(numpy.array(limits, dtype=float), bounds)
-        if solution is None:
-            raise Infeasible("expected a solution of the linear program, found none")
-        return max(0, int(solution.optimum * GIB) - _TOLERANCE)
+        return None if solution is None else max(0, int(solution.optimum * GIB) - _TOLERANCE)
 
     def _within(self, budgets: Mapping[str, int | None], counted: Counted) -> tuple[_Prepared, Any]:
         """The program without the rows of tiers that have no budget, and the limits of its rows."""
@@ -274,10 +270,6 @@ def gains_us(rows: Sequence[Row], values: Any, prices: Any) -> dict[str, float]:
             work = sum(factor * values[variable] for variable, factor in us.items()) + fixed
             gains[resource] += float(price) * work * (1 - 1 / 1.1)
     return {resource: float(gain) for resource, gain in gains.items() if gain > 1e-3}
-
-
-class Infeasible(Exception):
-    """Raised when even the relaxed problem has no solution."""
 
 
 def added(*parts: Mapping[int, float]) -> dict[int, float]:

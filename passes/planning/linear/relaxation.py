@@ -15,10 +15,12 @@ from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
 
+from torch import fx
+
 from mtcompile.passes.plan import Certificate
 from mtcompile.passes.planning.blocks import Block
-from mtcompile.passes.planning.linear.needs import HomeCost, home_costs
-from mtcompile.passes.planning.linear.program import GIB, Counted, Infeasible, Solution, gains_us
+from mtcompile.passes.planning.linear.needs import HomeCost, Needs, home_costs, needs_of
+from mtcompile.passes.planning.linear.program import GIB, Counted, Solution, gains_us
 from mtcompile.passes.planning.linear.rows import (
     Gap,
     Waits,
@@ -32,8 +34,7 @@ from mtcompile.passes.planning.linear.rows import (
     take_time,
 )
 from mtcompile.passes.planning.linear.variables import Choices, Terms, place_blocks, terms_of
-from mtcompile.passes.planning.problem import Candidate, PlanningProblem
-from mtcompile.runtime.schedule import Schedule
+from mtcompile.passes.planning.problem import PlanningProblem
 
 _COUNTED = Counted()  # where the optimum is a bound
 _FASTER = 0.999  # of the µs: less is not worth a search
@@ -75,14 +76,15 @@ class Relaxation:
     and similar limits, to begin at. ``inside``: False leaves out all that a block's work needs only while it runs, of which
     other forms of the step need less.
 
-    ``_built``: by whether the optimum is to be a bound; ``_known``: optima, with what each began at, whose identity is in its
-    key."""
+    ``_built``: by whether the optimum is to be a bound; ``_known``: optima, or that there is none, with what each began at,
+    whose identity is in its key."""
 
     problem: PlanningProblem
     blocks: Sequence[Block]
+    needs: Mapping[fx.Node, Needs]
     costs: Mapping[str, HomeCost]
     _built: dict[bool, _Built] = field(default_factory=dict)
-    _known: dict[object, tuple[Relaxed, Relaxed | None]] = field(default_factory=dict)
+    _known: dict[object, tuple[Relaxed | None, Relaxed | None]] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -94,13 +96,23 @@ class Relaxation:
     ) -> Relaxed:
         counted = Counted(ahead, inside)
         key = *limits.items(), frozenset(decided.items()), counted, id(like)
-        if key in self._known:
-            return self._known[key][0]
+        if key not in self._known:
+            self._known[key] = self._solved(limits, decided, counted, like), like
+        if (found := self._known[key][0]) is None:
+            raise Infeasible("expected a solution of the linear program, found none")
+        return found
+
+    def _solved(
+        self, limits: Mapping[str, int | None], decided: Mapping[str, bool], counted: Counted, like: Relaxed | None
+    ) -> Relaxed | None:
         terms, choices, _, _ = self._counting(counted)
         fixed = {terms.away[home]: 0.0 if resident else 1.0 for home, resident in decided.items()}
-        solution, rows = terms.program.solve(limits, counted, fixed, None if like is None else like.solution)
+        found = terms.program.solve(limits, counted, fixed, None if like is None else like.solution)
+        if found is None:
+            return None
+        solution, rows = found
         values: list[float] = solution.values.tolist()
-        relaxed = Relaxed(
+        return Relaxed(
             solution.optimum,
             {home: 1.0 - values[variable] for home, variable in terms.away.items()},
             {home: values[variable] for home, variable in terms.staying.items()},
@@ -110,25 +122,24 @@ class Relaxation:
             partial(gains_us, rows, values, solution.prices[len(solution.prices) - len(rows) :]),
             solution,
         )
-        self._known[key] = relaxed, like
-        return relaxed
 
     def least_nbytes(self, tier: str, limits: Mapping[str, int | None]) -> int | None:
         """Returns bytes of a tier that any plan within ``limits`` on others needs at least, however long it takes; None if
         there can be no plan."""
-        try:
-            return self._counting(_COUNTED).terms.program.least_nbytes(tier, limits, _COUNTED)
-        except Infeasible:
-            return None
+        return self._counting(_COUNTED).terms.program.least_nbytes(tier, limits, _COUNTED)
 
     def _counting(self, counted: Counted) -> _Built:
         """The program, with the rows of memory that count so."""
         if (bounds := not counted.ahead) not in self._built:
-            self._built[bounds] = _build(self.problem, self.blocks, self.costs, bounds)
+            self._built[bounds] = _build(self, bounds)
         built = self._built[bounds]
         if counted not in built.terms.program.held:
             hold_memory(self.problem, self.blocks, built.terms, built.choices, built.waits, counted, built.gaps)
         return built
+
+
+class Infeasible(Exception):
+    """Raised when even the relaxed problem has no solution."""
 
 
 class _Built(NamedTuple):
@@ -140,10 +151,11 @@ class _Built(NamedTuple):
     waits: Waits
 
 
-def _build(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str, HomeCost], bounds: bool) -> _Built:
+def _build(of: Relaxation, bounds: bool) -> _Built:
     """Builds the program. ``bounds``: with the time between two backwards, which those that fetch ahead do without: they have
     the room for it, and a program with more variables has another of its optima."""
-    terms = terms_of(problem.step, problem.budgets.disk is not None)
+    problem, blocks, costs = of.problem, of.blocks, of.costs
+    terms = terms_of(problem.step, of.needs, problem.budgets.disk is not None)
     place_homes(problem, costs, terms)
     place_casts(problem, terms)
     choices = place_blocks(problem, blocks, terms, bounds)
@@ -155,13 +167,11 @@ def _build(problem: PlanningProblem, blocks: Sequence[Block], costs: Mapping[str
 
 
 class Bounds:
-    """The bounds of a problem on the time of its plans. ``streamed``: a schedule with every home on the host, with casts there;
-    ``resident``: the plan with everything on the device; ``solve``: its program."""
+    """The bounds of a problem on the time of its plans. ``solve``: its program."""
 
-    def __init__(self, problem: PlanningProblem, blocks: Sequence[Block], streamed: Schedule, resident: Candidate) -> None:
-        self.problem, self.blocks = problem, blocks
-        self.costs = home_costs(problem, streamed, resident.schedule)
-        self.solve = Relaxation(problem, blocks, self.costs)
+    def __init__(self, problem: PlanningProblem, blocks: Sequence[Block]) -> None:
+        needs = needs_of(problem.step)
+        self.solve = Relaxation(problem, blocks, needs, home_costs(problem, needs))
 
     def us(self, limits: Mapping[str, int | None], inside: bool = True) -> float:
         """The µs of the fastest plan that could be within ``limits``; infinite if there can be none.

@@ -10,8 +10,7 @@ from typing import NamedTuple, TypeVar
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.blocks import Block, blocks_alike, variant_decision
 from mtcompile.passes.planning.disk.spacing import spaced
-from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.relaxation import Relaxation, Relaxed
+from mtcompile.passes.planning.linear.relaxation import Infeasible, Relaxation, Relaxed
 from mtcompile.passes.planning.linear.variables import Option
 
 T = TypeVar("T")

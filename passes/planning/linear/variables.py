@@ -14,7 +14,7 @@ from torch import fx
 from mtcompile.passes.analysis.cost import Cost, Machine, node_cost
 from mtcompile.passes.analysis.state import param_nbytes
 from mtcompile.passes.planning.blocks import Block
-from mtcompile.passes.planning.linear.needs import Needs, closure, narrowing_casts, needs_of, param_homes
+from mtcompile.passes.planning.linear.needs import Needs, closure, narrowing_casts, param_homes
 from mtcompile.passes.planning.linear.program import GIB, Program, Work, added
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.variants import Variant, recomputed, trade_off
@@ -111,11 +111,10 @@ class Terms:
         return {**amounts, **{stays[variable]: -n for variable, n in amounts.items()}}
 
 
-def terms_of(step: fx.GraphModule, disk: bool = False) -> Terms:
-    """Returns the terms of a step graph, with its variables for time and homes and nothing taken yet. ``disk``: whether there
-    is one."""
+def terms_of(step: fx.GraphModule, needs: Mapping[fx.Node, Needs], disk: bool = False) -> Terms:
+    """Returns the terms of a step graph, with its variables for time and homes and nothing taken yet. ``needs``: of its
+    regions; ``disk``: whether there is one."""
     program = Program()
-    needs = needs_of(step)
     users: dict[str, list[int]] = {home: [] for home in param_nbytes(step)}
     for region, need in needs.items():
         for home in (*param_homes(step, region).values(), *need.grads):

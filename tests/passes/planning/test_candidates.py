@@ -21,13 +21,13 @@ from mtcompile.passes.planning.evaluate import evaluate, identity
 from mtcompile.passes.planning.figures import evaluator as evaluator_module
 from mtcompile.passes.planning.figures.evaluator import Evaluator
 from mtcompile.passes.planning.limits import Limits
-from mtcompile.passes.planning.linear.needs import home_costs
-from mtcompile.passes.planning.linear.program import Infeasible
-from mtcompile.passes.planning.linear.relaxation import Relaxation
+from mtcompile.passes.planning.linear.needs import home_costs, needs_of
+from mtcompile.passes.planning.linear.relaxation import Bounds, Infeasible
 from mtcompile.passes.planning.pace import impatient, paced
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem
+from mtcompile.passes.step_graph import param_homes_by_node
 from tests.helpers.stacks import WIDTH, Residual
 from tests.helpers.tracing import trace, traced_case
 from tests.passes.planning.drawn_plans import (
@@ -198,13 +198,32 @@ def test_one_program_serves_all_budgets() -> None:
     limits = [{"device": least + (most - least) * i // 3, "host": host} for i in (1, 2, 3) for host in (None, 1 << 30)]
     home = next(iter(candidates.sizes))
     asked = [(limit, decided, ahead) for limit in limits for decided in ({}, {home: True}) for ahead in (0, 1)]
-    costs = home_costs(candidates.problem, candidates._streamed, candidates.resident.schedule)
     first = [candidates._bounds.solve(*each).bound_us for each in asked]
     assert [candidates._bounds.solve(*each).bound_us for each in reversed(asked)] == first[::-1]
     for each, bound_us in zip(asked, first, strict=True):
         problem = replace(candidates.problem, step=crossing())
-        fresh = Relaxation(problem, candidates.blocks, costs)(*each).bound_us
+        fresh = Bounds(problem, candidates.blocks).solve(*each).bound_us
         assert fresh == bound_us
+
+
+@pytest.mark.parametrize("fixed", [None, "host", "device"])
+@pytest.mark.parametrize("step", [mixed, straight, crossing])
+@pytest.mark.parametrize("kind", [kind for kind, updates in WAYS.items() if updates is not None])
+def test_updates_cost_what_they_take_in_schedules(step: Callable[[], Any], kind: str, fixed: str | None) -> None:
+    """On the host in one with every home there, and on the device in one with all there."""
+    home = next(iter(Candidates(PlanningProblem(step(), SLOW, Budgets())).sizes))
+    problem = PlanningProblem(step(), SLOW, Budgets(updates=WAYS[kind]), fixed_homes={home: fixed} if fixed else {})
+    candidates, costs, homes = (
+        Candidates(problem),
+        home_costs(problem, needs_of(problem.step)),
+        param_homes_by_node(problem.step),
+    )
+    streamed = POLICIES["megatrain"](problem.step, candidates.base, candidates.open_params)
+    for plan, queue, cost in ((streamed, "host", "update_us"), (candidates.resident.plan, "compute", "device_update_us")):
+        schedule = evaluate(problem, plan).schedule
+        updates = [i for i in schedule.instructions if i.work == "update" and i.queue == queue]
+        taken = [i for i in updates if any(schedule.buffers[name].version_of in homes for name in i.writes)]
+        assert sum(i.time_us for i in taken) == pytest.approx(sum(getattr(each, cost) for each in costs.values()))
 
 
 @pytest.mark.slow

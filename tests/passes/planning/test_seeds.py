@@ -24,7 +24,7 @@ def test_seeds_are_near_their_limits_and_some_are_within(share: float) -> None:
     low, resident = candidates.floor, candidates.resident.plan
     least = least_plan(candidates.base, candidates.blocks)
     limits = Limits(int(low + share * (resident.peak_bytes["device"] - low)))
-    bounds = Bounds(problem, candidates.blocks, candidates.planned(least).schedule, candidates.resident)
+    bounds = Bounds(problem, candidates.blocks)
     rounding, held = Rounding(candidates.blocks, candidates.sizes), held_nbytes(problem.step, problem.budgets)
     seeds = Within(bounds.solve, least, rounding, held)
     plans = list(seeds.plans(limits._asdict(), lambda plan: candidates.evaluate(plan).plan))
