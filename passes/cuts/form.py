@@ -134,7 +134,7 @@ def cut_joint(joint: fx.GraphModule, form: Form, known: dict[Form, Rewritten]) -
             return uncut_weights
         rewritten = copy_step(whole)
         split = cut_weights(rewritten, form.cut)
-        check_fragments(whole, rewritten, form.cut.splits)
+        checks = (*checks, functools.partial(check_fragments, whole, rewritten, form.cut.splits))
         return Rewritten(rewritten, replace(uncut, cut=form.cut), contract + split, checks)
     if form not in known:
         known[form] = _without_cut(joint, form)
