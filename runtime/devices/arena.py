@@ -36,7 +36,7 @@ def same_strides(size: Sequence[int], one: Sequence[int], other: Sequence[int]) 
 def arena(nbytes: int, device: torch.device | None = None, alignment: int = ALIGNMENT) -> torch.Tensor:
     """Allocates ``nbytes``, aligned to ALIGNMENT as torch's own tensors are, or as asked for; on the host unless ``device`` is
     given."""
-    if (device is None or device.type == "cpu") and nbytes >= _HUGE_NBYTES:
+    if device is None and nbytes >= _HUGE_NBYTES:  # what a step allocates is counted by torch's own allocator
         with contextlib.suppress(OSError):  # torch says in its words that there is no memory
             return torch.frombuffer(pages(nbytes, forked=True), dtype=torch.uint8)
     memory = torch.empty(nbytes, dtype=torch.uint8, device=device or "cpu")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from mtcompile.machine.device import allocator_peak
 from mtcompile.runtime.devices.arena import arena, zeros_like
 from mtcompile.runtime.devices.cuda_driver import pci_address
 from mtcompile.runtime.devices.host_pages import ANYWHERE, Placing, huge_nbytes, huge_pages, placing, prepare
@@ -142,3 +143,10 @@ def test_state_has_the_strides_of_its_parameter() -> None:
         state = zeros_like(like, torch.int16)
         assert state.shape == like.shape and state.stride() == like.stride() and state.dtype == torch.int16
         assert not state.any() and state.untyped_storage().nbytes() == like.numel() * 2
+
+
+def test_what_a_step_allocates_is_seen_by_the_allocator() -> None:
+    """Else the peak that is measured would not be the peak."""
+    with allocator_peak(torch.device("cpu")) as measured:
+        memory = arena(8 << 20, torch.device("cpu"))
+    assert measured.nbytes == memory.numel()
