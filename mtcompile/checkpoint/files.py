@@ -184,16 +184,21 @@ def regular(path: Path, most_nbytes: int | None = None, linked: bool = False) ->
     return path
 
 
-def checkpoints(folder: Path) -> list[tuple[Path, Manifest]]:
-    """Returns the complete checkpoints in a folder, the one saved last at the end."""
+def checkpoints(folder: Path, all_whole: bool = False) -> list[tuple[Path, Manifest]]:
+    """Returns the complete checkpoints in a folder, the one saved last at the end. ``all_whole``: raises CheckpointError for
+    one that is not complete."""
     for _ in range(_TRIES):
         complete, vanished = [], False
         with contextlib.suppress(OSError):
             for path in folder.iterdir():
-                if _FOLDER.fullmatch(path.name) and not path.is_symlink():
+                if _FOLDER.fullmatch(path.name) and (all_whole or not path.is_symlink()):
                     try:
+                        if path.is_symlink():
+                            raise CheckpointError(f"expected {path} to be a folder, found a link")
                         complete.append((path, read_manifest(path)))
                     except CheckpointError:
+                        if all_whole and os.path.lexists(path):
+                            raise
                         vanished |= not path.exists()
         if not vanished:  # else a writer has deleted an old one meanwhile, and there is a new one
             break

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mtcompile.checkpoint.files import sha256
+from mtcompile.checkpoint.files import regular, sha256
+from mtcompile.errors import CheckpointError
 from mtcompile.reading import installed_version
 
 _ORIGIN = "_mt_origin"  # of a module, beside its weights
@@ -59,13 +60,28 @@ def provenance(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def check_told(path: Path, told: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if what a checkpoint says of where it came from has not the form that ``provenance`` gives it."""
+
+    def texts(value: Any) -> bool:
+        return isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
+
+    files, weights, plans = told.get("files", {}), told.get("weights", []), told.get("plans", [])
+    fits = isinstance(files, dict) and all(map(texts, files.values()))
+    fits &= all(texts(told.get(part, {})) for part in ("options", "versions"))
+    fits &= isinstance(plans, list) and all(isinstance(plan, str) for plan in plans)
+    fits &= isinstance(weights, list) and all(isinstance(one, dict) and isinstance(one.get("new"), list) for one in weights)
+    if not fits:
+        raise CheckpointError(f"{path}: expected its provenance to name files, options, versions and plans, found other values")
+
+
 def compared(told: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yields the kind, path and outcome of each file that a checkpoint names: "same", "missing" or "different"."""
     for kind, files in told.get("files", {}).items():
         for path, expected in files.items():
             try:
-                found = "same" if sha256(Path(path)) == expected else "different"
-            except OSError:
+                found = "same" if sha256(regular(Path(path), linked=True)) == expected else "different"
+            except (OSError, ValueError, CheckpointError):  # such as of a device, which has no end
                 found = "missing"
             yield kind, path, found
 

@@ -32,7 +32,6 @@ from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_man
 from mtcompile.checkpoint.generators import check_generator_states, set_generator_states
 from mtcompile.checkpoint.saving import wait_for_saving
 from mtcompile.checkpoint.shards import INDEX, check_names
-from mtcompile.checkpoint.signatures import signer
 from mtcompile.errors import CheckpointError, StepError
 from mtcompile.optim.master_weights import MASTER, without_masters
 from mtcompile.optim.training_state import numbered
@@ -69,14 +68,6 @@ def inspect(folder: str | os.PathLike[str]) -> Loaded:
     path, manifest = _opened(Path(folder))
     state, _ = _state(path, manifest)
     return Loaded(path, manifest.step, copy.deepcopy(state["extra"]), state.get("provenance") or {})
-
-
-def verified(folder: Path) -> tuple[Loaded, str | None]:
-    """Returns what ``inspect`` does, after every byte has been compared with its checksum, and the public key that has signed
-    it, if one has. Raises CheckpointError."""
-    path, manifest = _opened(folder)
-    verify_files(path, manifest)
-    return inspect(path), signer(path, {MANIFEST, *manifest.files})
 
 
 def saved_generators(path: Path) -> dict[str, Any]:

@@ -16,11 +16,13 @@ from mtcompile.errors import CheckpointError
 SIGNATURE = "signature.json"
 _FORMAT = "mtcompile-signature-1"
 _MOST_NBYTES = 1 << 20
+_AGAIN = "copy the checkpoint again, or do not trust it"
 
 
 def private_key(path: str | os.PathLike[str]) -> Any:
     """Returns the key in a file, as ``openssl genpkey -algorithm ed25519`` or ``ssh-keygen -t ed25519`` writes it, without a
-    password. Raises OSError, and ValueError, also without the package ``cryptography``."""
+    password. Raises CheckpointError where there is no such file, OSError, and ValueError, also without the package
+    ``cryptography``."""
     serialization, ed25519 = _cryptography()
     readers = (serialization.load_pem_private_key, serialization.load_ssh_private_key)
     without_password = [functools.partial(read, password=None) for read in readers]
@@ -57,23 +59,23 @@ def signer(folder: Path, names: Collection[str]) -> str | None:
         key = ed25519.Ed25519PublicKey.from_public_bytes(base64.b64decode(public, validate=True))
         key.verify(base64.b64decode(whole["signature"], validate=True), text.encode())
         content = json.loads(text)
-        if content["format"] != _FORMAT or content["files"].keys() != set(names):
-            raise ValueError("it signs other files")
+        names_other_files = content["format"] != _FORMAT or content["files"].keys() != set(names)
     except CheckpointError:
         raise
-    except Exception as error:  # also cryptography's InvalidSignature, whose text is empty
-        reason = str(error) or "it is not valid for its key"
-        raise CheckpointError(
-            f"{path} does not match this checkpoint: {reason}. Copy the checkpoint again, or take another one"
-        ) from None
+    except OSError as error:
+        raise CheckpointError(f"expected to read {path}, found: {error.strerror}") from None
+    except Exception:  # what a hostile file makes of it, and cryptography's InvalidSignature
+        raise CheckpointError(f"expected a signature in {path}, found one that is not valid: {_AGAIN}") from None
+    if names_other_files:
+        raise CheckpointError(f"expected a signature of this checkpoint in {path}, found one of other files: {_AGAIN}")
     for name, expected in content["files"].items():
         if sha256(folder / name) != expected:
-            raise CheckpointError(f"{folder / name} is not the file that was signed")
+            raise CheckpointError(f"{folder / name} is not the file that was signed: {_AGAIN}")
     return public
 
 
 def _key(path: Path, readers: Any, kind: type, name: str) -> Any:
-    data = path.read_bytes()
+    data = regular(path, _MOST_NBYTES, linked=True).read_bytes()
     for read in readers:
         try:
             key = read(data)

@@ -43,8 +43,8 @@ def verify(
     2: damaged, signed by another key or by none, or no checkpoint.
     """
     from mtcompile.checkpoint.provenance import compared
-    from mtcompile.checkpoint.reading import verified
     from mtcompile.checkpoint.signatures import public_key
+    from mtcompile.checkpoint.verifying import verified
     from mtcompile.errors import CheckpointError
 
     expected = None if public is None else public_key(public)
@@ -65,8 +65,12 @@ def verify(
         if key is not None:
             lines.append(f"  signed by {key}" + ("" if public else ": check by --public-key that you know this key"))
         lines += [f"  {kind}: {path}: {outcome}" for kind, path, outcome in files]
-        lines += [f"  new, not from a file: {', '.join(origin['new'])}" for origin in told.get("weights", []) if origin["new"]]
+        lines += [
+            f"  new, not from a file: {', '.join(map(str, origin['new']))}"
+            for origin in told.get("weights", [])
+            if origin["new"]
+        ]
         lines += [f"  {name}: {value}" for part in ("versions", "options") for name, value in told.get(part, {}).items()]
         lines += [f"  plan: {digest}" for digest in told.get("plans", [])]
-        print(printable("\n".join(lines)))
+        print("\n".join(printable(line).replace("\n", "\\n") for line in lines))  # a name may not look like another line
     raise typer.Exit(DIFFERENT if any(outcome == "different" for *_, outcome in files) else FINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from typer.testing import CliRunner
 
 from mtcompile import CheckpointError, checkpoint
 from mtcompile.checkpoint.files import FileEntry, checksum, read_manifest, write_manifest
-from mtcompile.checkpoint.reading import verified
 from mtcompile.checkpoint.signatures import SIGNATURE, private_key, public_key
+from mtcompile.checkpoint.verifying import verified
 from mtcompile.cli.app import app
 
 ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
@@ -79,7 +80,7 @@ def test_a_forged_checkpoint_does_not_verify(tmp_path: Path) -> None:
     (saved / "more.json").write_text("{}")
     (saved / "manifest.json").unlink()
     write_manifest(saved, replace(manifest, files={**manifest.files, "more.json": FileEntry(2, checksum(saved / "more.json"))}))
-    refused("signs other files")
+    refused("found one of other files")
     whole = json.loads(before[SIGNATURE])
     for changed in (
         {**whole, "content": whole["content"].replace("a", "b")},
@@ -89,7 +90,7 @@ def test_a_forged_checkpoint_does_not_verify(tmp_path: Path) -> None:
         [],
     ):
         (saved / SIGNATURE).write_text(json.dumps(changed))
-        refused("does not match this checkpoint")
+        refused("found one that is not valid")
     (saved / SIGNATURE).write_bytes(signature_of_another(tmp_path))
     refused("not the file that was signed")
     assert verified(saved)[1] == whole["public_key"]
@@ -129,6 +130,49 @@ def test_keys_that_cannot_sign_are_refused(tmp_path: Path) -> None:
     for path, read in ((public, private_key), (private, public_key)):
         with pytest.raises(ValueError, match="check that it is not the"):
             read(path)
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(CheckpointError, match="No such file"):
         checkpoint.save(tmp_path / "run", nn.Linear(3, 2), step=1, signing_key=tmp_path / "none")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_signed_checkpoint_has_only_what_was_signed_and_none_newer_is_damaged(tmp_path: Path) -> None:
+    private, public = keys(tmp_path, "key")
+    for step in (1, 2):
+        saved = checkpoint.save(tmp_path / "run", nn.Linear(3, 2), step=step, signing_key=private)
+    (saved / "adapter_config.json").write_text("{}")  # Transformers would add the adapter
+    code, text = verify(tmp_path / "run", "--public-key", public)
+    assert code == 2 and "adapter_config.json" in text
+    (saved / "adapter_config.json").unlink()
+    assert verify(tmp_path / "run", "--public-key", public)[0] == 0
+    whole = (saved / "model.safetensors").read_bytes()
+    (saved / "model.safetensors").write_bytes(whole + b" ")  # a load would go back to step 1
+    assert verify(tmp_path / "run", "--public-key", public)[0] == 2
+    (saved / "model.safetensors").write_bytes(whole)
+    aside = saved.rename(tmp_path / "aside")
+    saved.symlink_to(aside)
+    code, text = verify(tmp_path / "run")
+    assert code == 2 and "found a link" in text
+
+
+def test_the_parts_of_other_ranks_are_verified_too(tmp_path: Path) -> None:
+    private, public = keys(tmp_path, "key")
+    saved = checkpoint.save(tmp_path / "run", nn.Linear(3, 2), step=1, signing_key=private)
+    part = checkpoint.save(tmp_path / "run" / "rank-0001", nn.Linear(3, 2), step=1, signing_key=private)
+    assert verify(tmp_path / "run", "--public-key", public)[0] == 0
+    (part / SIGNATURE).unlink()
+    code, text = verify(saved, "--public-key", public)
+    assert code == 2 and "by the same key" in text.replace("\n", " ")
+
+
+def test_names_from_a_checkpoint_are_neither_other_lines_nor_devices(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    model.__dict__["_mt_training"] = {"data": {"/dev/zero": "0" * 64}, "weights": {}, "options": {"a": "b\n  signed by me"}}
+    saved = checkpoint.save(tmp_path / "run", model, step=1)
+    code, text = verify(saved)
+    assert code == 0 and "/dev/zero: missing" in text and "  a: b\\n  signed by me" in text
+    model.__dict__["_mt_training"]["data"] = 5
+    code, text = verify(checkpoint.save(tmp_path / "other", model, step=1))
+    assert code == 2 and "expected its provenance" in text
+    os.mkfifo(tmp_path / "pipe")
+    code, text = verify(saved, "--public-key", tmp_path / "pipe")
+    assert code == 2 and "to be a file" in text.replace("\n", " ")
