@@ -7,7 +7,7 @@ Transformers' ``Trainer`` and what is derived from it, and Lightning's, are foun
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,21 +83,31 @@ _LIBRARIES: dict[str, tuple[str, Callable[[Any, bool], CallingTrainer | None]]] 
 
 def calling_trainer() -> CallingTrainer | None:
     """Returns the innermost trainer among the callers, if there is one."""
-    classes = {getattr(sys.modules.get(module), "Trainer", None): module for module in _LIBRARIES}
-    classes.pop(None, None)
-    if not classes:
+    kinds = {kind: module for module in _LIBRARIES if (kind := getattr(sys.modules.get(module), "Trainer", None)) is not None}
+    if not kinds:
         return None
+    derived = tuple(_derived(kinds))
     trainer, module = None, None
     for frame in callers():
+        # Reading what a function's variables hold lets its frame hold that as well, until it ends (before Python 3.13): a
+        # model that a caller has deleted would live on. So only a trainer's own methods are read.
+        code, file = frame.f_code, frame.f_globals.get("__name__")
+        if not any(kind.__module__ == file and code.co_name in vars(kind) for kind in derived):
+            continue
         owner = frame.f_locals.get("self")
         if trainer is None:
-            module = next((classes[kind] for kind in type(owner).__mro__ if kind in classes), None)
+            module = next((kinds[kind] for kind in type(owner).__mro__ if kind in kinds), None)
             trainer = None if module is None else owner
         # The library's own method: that of a subclass may have a loop of its own, which clips as it likes.
-        if module is not None and owner is trainer and frame.f_code.co_name == _LIBRARIES[module][0]:
-            if frame.f_globals.get("__name__") == module:
-                return _LIBRARIES[module][1](trainer, True)
+        if module is not None and owner is trainer and code.co_name == _LIBRARIES[module][0] and file == module:
+            return _LIBRARIES[module][1](trainer, True)
     return None if module is None else _LIBRARIES[module][1](trainer, False)
+
+
+def _derived(kinds: Iterable[type]) -> Iterator[type]:
+    for kind in kinds:
+        yield kind
+        yield from _derived(kind.__subclasses__())
 
 
 def accelerate_goes_on() -> bool:

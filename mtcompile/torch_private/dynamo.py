@@ -453,7 +453,7 @@ def dropping_guards() -> None:
     from torch._dynamo.guards import CheckFunctionManager
 
     owner: Any = CheckFunctionManager
-    makes, waits = owner.__init__, owner.id_ref
+    makes, waits, ending = owner.__init__, owner.id_ref, sys.is_finalizing
 
     @functools.wraps(makes)
     def init(manager: Any, *args: Any, **kwargs: Any) -> None:
@@ -469,7 +469,8 @@ def dropping_guards() -> None:
         if id(value) not in manager._weakrefs:
             with contextlib.suppress(TypeError):  # a value that nothing can wait for, such as True
                 manager._weakrefs[id(value)] = weakref.ref(value)
-                gone = weakref.ref(value, lambda _: manager.invalidate(name))
+                # at the end of the process torch's modules may be gone before the value
+                gone = weakref.ref(value, lambda _: None if ending() else manager.invalidate(name))
                 manager.__dict__.setdefault("mt_waits", []).append(gone)
         return id(value)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import json
 import os
 import shutil
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -457,3 +459,17 @@ def test_gradients_that_a_failed_backward_has_added_to_are_of_no_use() -> None:
                 stepping.zero_grad()
                 losses.append(loss.detach())
     assert all(map(torch.equal, losses[:5], losses[5:]))
+
+
+def test_a_model_that_no_trainer_calls_dies_where_its_user_deletes_it() -> None:
+    """Looking for a trainer leaves nothing held by the frames of the callers, nor a cycle of them."""
+    model = mtcompile.compile(nn.Linear(4, 4), memory="1MiB", device="cpu")
+    gc.disable()
+    try:
+        for _ in range(2):
+            model(torch.randn(2, 4)).sum().backward()
+        alive = weakref.ref(model)
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
