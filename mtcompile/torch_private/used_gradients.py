@@ -28,7 +28,7 @@ class Clipping:
     no update was made. ``confirmed``: the parameters whose gradients the loop has multiplied by ``factor``. ``wait``: for the
     updates, and what they write here."""
 
-    norms: dict[str, torch.Tensor] = field(default_factory=dict)
+    norms: dict[str, tuple[float, torch.dtype, torch.device]] = field(default_factory=dict)
     factor: float | None = None
     is_asked: bool = True
     expected: str = "no clipping"
@@ -47,7 +47,8 @@ class Clipping:
         self.wait()
         if gradient.parameter_name in self.confirmed or (norm := self.norms.get(gradient.parameter_name)) is None:
             raise StepError(gradient.why)
-        return norm
+        value, dtype, device = norm
+        return torch.tensor(value, dtype=dtype, device=device)
 
     def multiply(self, gradient: UsedGradient, by: float) -> None:
         """Notes that the loop clips a gradient. Raises StepError unless the backward has multiplied it by the same factor."""

@@ -176,7 +176,8 @@ def _clip_factor(backward: Backward, names: tuple[str, ...], *norms: Tensor) -> 
     else:
         total = total_norm([*own.values()], [*parameters.values()]).cpu()
     backward.grad_norm = float(total)
-    backward.clipping.norms.update(own)
+    values = dict(zip(names, joined.tolist(), strict=True))  # all at once: a device is waited for
+    backward.clipping.norms.update({name: (values[name], norm.dtype, norm.device) for name, norm in own.items()})
     if not math.isfinite(backward.grad_norm):
         first = next((name for name in names if not math.isfinite(float(by_name[name]))), names[0])
         _handle_nonfinite(backward, first, _NOTHING)
@@ -189,12 +190,15 @@ def _clip_factor(backward: Backward, names: tuple[str, ...], *norms: Tensor) -> 
 
 
 def _note_norms(backward: Backward, names: tuple[str, ...], grads: Sequence[Tensor]) -> None:
-    """Notes the norms of gradients that are about to be used; that of fragments, of their parameter."""
+    """Notes the norms of gradients that are about to be used; that of fragments, of their parameter. Only numbers: tensors
+    would take up memory until the step."""
     noted, parts = backward.clipping.norms, {} if backward.fragments is None else backward.fragments.parts
     for name, norm in zip(names, _norms_of(backward, grads).cpu(), strict=True):
         whole = parts[name].parameter if name in parts else name
-        norm = torch.linalg.vector_norm(torch.stack([noted[whole], norm])) if whole in noted else norm
-        noted[whole] = norm if backward.masters is not None else norm.to(backward.parameters[whole].dtype)
+        if whole in noted:
+            norm = torch.linalg.vector_norm(torch.stack([norm.new_tensor(noted[whole][0]), norm]))
+        dtype = norm.dtype if backward.masters is not None else backward.parameters[whole].dtype
+        noted[whole] = float(norm.to(dtype)), dtype, norm.device
 
 
 def _handle_nonfinite(backward: Backward, name: str, changed: str) -> None:
