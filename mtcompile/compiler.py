@@ -43,6 +43,7 @@ from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.cuts import fastest
 from mtcompile.passes.cuts.form import Check, Form, cut_joint, first_form, in_rows, small_head, told_head
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
+from mtcompile.passes.generators import python_rng_preserved
 from mtcompile.passes.joint.accumulate import repeat
 from mtcompile.passes.joint.batch.joining import Micro, joining_of
 from mtcompile.passes.joint.build import InputHomes, built_once
@@ -124,6 +125,7 @@ class PlannedStep(NamedTuple):
 # ------------------------------------------------------------------------------------------------------- the composition
 
 
+@python_rng_preserved()
 def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlacement) -> CompiledStep:
     """Plans, builds and proves one captured step. Raises CaptureError, and BudgetError if no plan fits."""
     probing = torch_private.probe_inductor() if target.toolchain.compiling else None

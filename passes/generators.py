@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,3 +49,17 @@ def rng_preserved(device: str) -> Iterator[None]:
         yield
     finally:
         set_generator_state(device, state)
+
+
+@contextlib.contextmanager
+def python_rng_preserved() -> Iterator[None]:
+    """Leaves Python's and numpy's generators as they were found. Modules that are imported inside may draw from them, as rich
+    does: a resumed training, which imports them at another step, would have other random numbers."""
+    numpy = sys.modules.get("numpy")
+    state, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpys)

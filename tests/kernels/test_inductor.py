@@ -188,3 +188,20 @@ def test_an_error_that_ends_the_gpu_does_not_leave_a_kernel_eager(monkeypatch: p
     monkeypatch.setattr(inductor, "compile_kernel", fails)
     with pytest.raises(RuntimeError, match="misaligned address"):
         inductor._inductor_kernel(kernel, EagerKernels(torch.device("cpu")), torch.device("cpu"))
+
+
+_DRAWN = """
+import random, numpy, torch, mtcompile
+from torch import nn
+model = mtcompile.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()), memory="1GiB", kernels="inductor")
+before = random.getstate(), str(numpy.random.get_state())
+model(torch.randn(4, 8)).sum().backward()
+assert (random.getstate(), str(numpy.random.get_state())) == before
+"""
+
+
+def test_compiling_draws_no_random_numbers(tmp_path: Path) -> None:
+    """What is imported first then may draw, in a new process: one that resumes a training would go on with others."""
+    env = {**os.environ, "MT_CACHE": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", _DRAWN], capture_output=True, text=True, env=env)
+    assert ran.returncode == 0, ran.stderr
