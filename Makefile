@@ -34,8 +34,9 @@ TRITON_2.14 := 3.8.*
 PINS := $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e 's/^triton==.*/triton==$(or $(TRITON_$(basename $(TORCH))),3.*)/')
 
 # Test processes share the cores, so each computes on one thread. They read no plans of earlier runs, and keep the bytecode of the
-# tests, whatever the environment says, which each process would compile anew.
-PYTEST := PYTHONDONTWRITEBYTECODE= MT_CACHE=$$(mktemp -d) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+# tests, whatever the environment says, which each process would compile anew, and what Inductor's C++ compiler makes.
+KEPT   := PYTHONDONTWRITEBYTECODE= TORCHINDUCTOR_CACHE_DIR=$(abspath $(VENV))/inductor
+PYTEST := $(KEPT) MT_CACHE=$$(mktemp -d) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 # mtcompile/passes and mtcompile/runtime are links to ../passes and ../runtime, so the checkout is the package.
 TYPES  := $(BIN)/mypy --cache-dir $(abspath $(VENV))/mypy-cache -p mtcompile | sed -E 's,^mtcompile/(passes|runtime)/,\1/,'
 BOUNDED := -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true

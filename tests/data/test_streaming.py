@@ -57,8 +57,8 @@ def test_a_long_file_is_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.
     assert record.file == tmp_path / "a.txt" and "".join(text_pieces(record.file)) == text
     samples, whole = encode([record], tokenizer, 128), encode([Record("b", text)], tokenizer, 128)
     assert all(map(np.array_equal, (samples.tokens, samples.starts), (whole.tokens, whole.starts)))
-    ids = tokenizer(text)["input_ids"]
-    joined = [ids[0], *(int(t) for n, t in enumerate(samples.tokens) if n not in set(samples.starts[:-1].tolist()))]
+    ids, starts = tokenizer(text)["input_ids"], set(samples.starts[:-1].tolist())
+    joined = [ids[0], *(int(t) for n, t in enumerate(samples.tokens) if n not in starts)]
     assert joined[: len(ids)] == ids
     (tmp_path / "b.txt").write_bytes(b"a" * 5000 + b"\xff")
     with pytest.raises(ValueError, match=r"b.txt: expected UTF-8 text, found something else near byte 5000"):

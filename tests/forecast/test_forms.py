@@ -147,7 +147,7 @@ def test_a_step_has_its_head_whole_where_there_is_room() -> None:
     assert "chunks" in plan("4MiB").numerics and "chunks" not in plan("64MiB").numerics
 
 
-@pytest.mark.parametrize("model", [decoder, residual])
+@pytest.mark.parametrize("model", [pytest.param(decoder, marks=pytest.mark.long), residual])
 def test_no_form_promises_more_than_the_whole_does_with_no_memory_for_the_work_of_blocks(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

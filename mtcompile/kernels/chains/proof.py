@@ -73,15 +73,19 @@ def rounds(kernel: fx.GraphModule) -> int:
     return max(_FEWEST_ROUNDS, min(wanted, most))
 
 
-def drawn(kernel: fx.GraphModule, device: torch.device, number: int) -> list[torch.Tensor]:
+def drawn(
+    kernel: fx.GraphModule, device: torch.device, number: int, blocks: dict[tuple[int, bool], torch.Tensor] | None = None
+) -> list[torch.Tensor]:
     """Draws operands of a chain for one round. They are usual values in round 0, and all edges in odd rounds: zeros of both
-    signs, denormals, infinities, NaN, the largest; of 16 bits, all values. In other rounds, each operand has one of both."""
-    choice, operands = torch.Generator().manual_seed(number), []
+    signs, denormals, infinities, NaN, the largest; of 16 bits, all values. In other rounds, each operand has one of both.
+    ``blocks``: of this chain, which all rounds share; filled here."""
+    choice, operands, blocks = torch.Generator().manual_seed(number), [], {} if blocks is None else blocks
     for place, node in enumerate(placeholders(kernel.graph)):
-        edges = number % 2 == 1 or (number > 0 and bool(torch.randint(2, (), generator=choice)))
-        val, generator = node.meta["val"], torch.Generator().manual_seed(place)
+        edges, val = number % 2 == 1 or (number > 0 and bool(torch.randint(2, (), generator=choice))), node.meta["val"]
         elements = span_nbytes(val) // val.element_size()
-        block = _edges(val.dtype, generator) if edges else _usual(val.dtype, generator)
+        if (block := blocks.get((place, edges))) is None:
+            draw = _edges if edges else _usual
+            block = blocks[place, edges] = draw(val.dtype, torch.Generator().manual_seed(place))
         block = block.roll(-(number // 2) * elements).to(device)
         whole = block.repeat(-(-elements // len(block)))[:elements] if elements > len(block) else block[:elements].clone()
         operands.append(whole.as_strided(val.shape, val.stride()))
@@ -114,7 +118,8 @@ def _edges(dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
 
 def first_difference(kernel: fx.GraphModule, call: Call, device: torch.device) -> int | None:
     """Returns the first round of drawn operands whose results differ from eager's; None if there is none."""
-    return next((n for n in range(rounds(kernel)) if differs(kernel, call, drawn(kernel, device, n))), None)
+    blocks = dict[tuple[int, bool], torch.Tensor]()
+    return next((n for n in range(rounds(kernel)) if differs(kernel, call, drawn(kernel, device, n, blocks))), None)
 
 
 def differs(kernel: fx.GraphModule, call: Call, operands: Sequence[torch.Tensor]) -> bool:
