@@ -12,6 +12,7 @@ from mtcompile.passes.plan import Certificate, disk_traffic
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.trace import time_of
+from mtcompile.sizes import three_digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +157,11 @@ def _lines(f: Forecast) -> list[str]:
         lines.append(f"makes no sense: {f.refusal}. Ways out:" if f.refusal else f"{short}. Ways out:")
         lines += [f"  {way}" for way in f.ways_out]
     if f.planned is not None:
+        tokens = f"{f.tokens_per_s:,.0f} tokens/s"
+        fits = f"fits, if the host has {gib(f.peak_bytes['host'])}"
         lines.append(
-            f"{'fits' if f.feasible else 'if there were room'}: {time_of(f.step_time_us)} a step "
-            f"({time_of(f.update_us)} of it for the update), {f.tokens_per_s:,.0f} tokens/s, {f.tflops:.3g} TFLOPS with "
+            f"{fits if f.feasible else 'if there were room'}: {time_of(f.step_time_us)} a step "
+            f"({time_of(f.update_us)} of it for the update), {tokens}, {three_digits(f.tflops)} TFLOPS with "
             f"recomputation; limited by {f.limiting_resource}"
         )
         for tier, parts in (f.ledger or {}).items():
@@ -178,7 +181,7 @@ def _lines(f: Forecast) -> list[str]:
         if f.advice is not None:
             lines += _advice(f.advice)
         lines.append(
-            f"  smallest device memory that works, cut as here: {gib(f.minimum_device_bytes)} (--solve memory tries every cut)"
+            f'  smallest device memory that works, cut as here: {gib(f.minimum_device_bytes)} (solve="memory" tries every cut)'
         )
     lines += [f"  note: {note}" for note in f.notes]
     if f.planned is not None:
@@ -211,7 +214,7 @@ def _busy(queue: str, share: float, exposed: float) -> str:
 
 
 def _count(n: int) -> str:
-    for size, word in ((10**9, " billion"), (10**6, " million"), (10**3, " thousand")):
-        if n >= size:
-            return f"{n / size:.3g}{word}"
+    for size, word in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if (times := n / size) >= 0.9995:
+            return f"{times:.{2 if times < 9.995 else 1 if times < 99.95 else 0}f} {word}"
     return str(n)
