@@ -193,7 +193,7 @@ def forecast_of(model: str, options: StepOptions, **more: Any) -> Forecast:
 
 def told(forecast: Forecast) -> str:
     """Returns what a forecast says, in the options of the command line."""
-    return in_flags(str(forecast), [field.name for field in fields(StepOptions)] + ["solve"])
+    return in_flags(str(forecast), [field.name for field in fields(StepOptions)] + ["solve", "kernels"])
 
 
 def fitting_forecast(model: str, options: StepOptions, force: bool = False, hint: str = "") -> tuple[Forecast, Planned]:

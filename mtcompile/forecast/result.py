@@ -38,7 +38,8 @@ class Advice:
     gain: float
 
     def __str__(self) -> str:
-        return f"{self.what}: about {time_of(self.step_time_us)} a step, {self.tokens_per_s:,.0f} tokens/s (+{self.gain:.0%})"
+        gain, step = f"+{self.gain:.0%}", f"{time_of(self.step_time_us)} a step"
+        return f"{gain:>6}  {step:>15}  {self.tokens_per_s:>8,.0f} tokens/s  {self.what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,10 @@ class Forecast:
     while compute is idle. ``disk_read_bytes``, ``disk_write_bytes``: of one step; ``disk_days``: of such steps in a row, after
     which the drive has been written as often as it is rated for; ``disk_direct``: whether weights on disk are read straight to
     the device.
-    ``advice``: if the step fits, the changes that would gain most; None if that was not asked for. ``ways_out``: what would
-    help if nothing fits, or if the disk makes no sense; ``refusal``: why it does not. ``solved``: the size that ``solve``
-    found. ``peak_expressions``: with ``solve``, the bytes that the leanest plan needs in each tier, as sympy expressions.
+    ``advice``: if the step fits, the changes that would gain 3 % or more; None if that was not asked for. ``no_gain``: those
+    that would gain less. ``ways_out``: what would help if nothing fits, or if the disk makes no sense; ``refusal``: why it
+    does not. ``solved``: the size that ``solve`` found. ``peak_expressions``: with ``solve``, the bytes that the leanest plan
+    needs in each tier, as sympy expressions.
     ``scaling``: of several ranks; then ``tokens`` and ``tokens_per_s`` are those of all, bytes of the host and of the state
     those of all ranks of a host, and other figures those of each.
     ``notes``: what else a reader should know of the plan, such as which large weights stay whole beside others in fragments.
@@ -118,6 +120,7 @@ class Forecast:
     certificate: Certificate | None = None
     gap: float = 0.0
     advice: tuple[Advice, ...] | None = None
+    no_gain: tuple[str, ...] = ()
     ways_out: tuple[str, ...] = ()
     rows: tuple[Row, ...] = ()
     solved: Mapping[str, int] | None = None
@@ -179,7 +182,7 @@ def _lines(f: Forecast) -> list[str]:
         if f.certificate is not None:
             lines.append(f"  {f.certificate.of(f.step_time_us)}")
         if f.advice is not None:
-            lines += _advice(f.advice)
+            lines += _advice(f.advice, f.no_gain)
         lines.append(
             f'  smallest device memory that works, cut as here: {gib(f.minimum_device_bytes)} (solve="memory" tries every cut)'
         )
@@ -195,10 +198,9 @@ def _lines(f: Forecast) -> list[str]:
     return lines
 
 
-def _advice(advice: tuple[Advice, ...]) -> list[str]:
-    if not advice:
-        return ["  no change that was estimated gives 3 % more tokens a second"]
-    return ["  largest gains, estimated:", *(f"    {each}" for each in advice)]
+def _advice(advice: tuple[Advice, ...], no_gain: tuple[str, ...]) -> list[str]:
+    less = [f"    under +3%: {', '.join(no_gain)}"] if no_gain else []
+    return ["  what changes would gain, estimated:", *(f"    {each}" for each in advice), *less]
 
 
 def _at_load(f: Forecast) -> str:

@@ -17,7 +17,7 @@ from mtcompile.distributed.layout import layout_named, updates_once
 from mtcompile.errors import CaptureError, did_you_mean
 from mtcompile.forecast.figures import figures
 from mtcompile.forecast.forms import StepForms, forms_of, planned_form
-from mtcompile.forecast.gains import most_helpful
+from mtcompile.forecast.gains import gains_of
 from mtcompile.forecast.request import ForecastRequest, SizedStep, sized_step, takes_sizes, with_disk
 from mtcompile.forecast.result import Forecast
 from mtcompile.forecast.scaling import with_scaling
@@ -97,7 +97,7 @@ def plan(
     solve      ``batch`` or ``seq``: plans the largest that fits (sequences in steps of 128 tokens); ``memory``: the least
                device memory that works
     force      returns the leanest plan even if it does not fit
-    advise     if the step fits, also plans changes of it and returns the three that gain most; not with ``solve``
+    advise     if the step fits, also estimates what changes of it would gain; not with ``solve``
     effort     as for ``compile``
     progress   called with (text, done, total)
 
@@ -176,7 +176,8 @@ def plan(
         if ranks.count > 1:
             return with_scaling(request, forecast, described, lambda: _forecast(alone, batch, seq)[0])
         if advise and forecast.feasible:
-            return replace(forecast, advice=most_helpful(request, sized, forecast))
+            advice, no_gain = gains_of(request, sized, forecast)
+            return replace(forecast, advice=advice, no_gain=no_gain)
         return forecast
 
 
