@@ -5,7 +5,10 @@ They are loaded with ctypes (runtime/optim/host_kernels.py, passes/planning/figu
 install inside the package. No flag is for the machine they are built on: update.c picks its vector width when it is loaded.
 """
 
+from importlib.machinery import EXTENSION_SUFFIXES
+
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
@@ -14,7 +17,11 @@ SPEED = ["-O3", "-fno-math-errno", "-fno-trapping-math"]  # square roots as vect
 
 
 class Build(build_ext):
-    """Builds the libraries. One that is required and cannot be built ends the install with one sentence."""
+    """Builds the libraries, under names of no Python version. One that is required and cannot be built ends the install with
+    one sentence."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + EXTENSION_SUFFIXES[-1]
 
     def build_extension(self, ext: Extension) -> None:
         try:
@@ -26,8 +33,15 @@ class Build(build_ext):
             raise SystemExit(f"mtcompile: {found}. Install gcc or clang, or name one with CC=, and install again") from error
 
 
+class Wheel(bdist_wheel):
+    """Names the wheel by its system alone: every Python 3 can load what is in it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
 setup(
-    cmdclass={"build_ext": Build},
+    cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
     ext_modules=[
         Extension(
             "mtcompile.runtime.optim._update",

@@ -38,3 +38,8 @@ def parse_bytes(size: Size, option: str = "") -> int | None:
         meant = f'did you mean "{match.group(1)}GiB"? For bytes write "{match.group(1)}B"'
         raise ValueError(f'{place}expected a size such as "16GiB", "16GB" or a number of bytes, found {given}; {meant}')
     return nbytes
+
+
+def three_digits(value: float) -> str:
+    """Writes a positive number in three digits, or in all before the point: never in powers of ten where it is large."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"

@@ -11,13 +11,14 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from mtcompile import knobs, progress
-from mtcompile.cli.options import StepOptions, values
+from mtcompile.cli.options import StepOptions, in_flags, values
 from mtcompile.errors import BudgetError, MtcompileError, StepError
 from mtcompile.reading import is_panic, printable
 
@@ -61,10 +62,17 @@ class Commands(TyperGroup):
             if isinstance(error, (typer.Abort, BrokenPipeError)) or hasattr(error, "exit_code") or _debugged():
                 raise
             sentence, code = sentence_and_code(error)
+            sentence = in_flags(sentence, _options_of(self.commands.get(ctx.invoked_subcommand or "")))
             if isinstance(error, OSError):
                 _drop_output()
             print(f"{_name(ctx)}: {printable(sentence)}", file=sys.stderr)
             raise typer.Exit(code) from None
+
+
+def _options_of(command: Any) -> list[str]:
+    """Returns the names of a command's options as arguments of Python."""
+    parameters = getattr(command, "params", ())
+    return [each.name for each in parameters if f"--{each.name.replace('_', '-')}" in each.opts]
 
 
 def _name(context: Any) -> str:
@@ -183,11 +191,16 @@ def forecast_of(model: str, options: StepOptions, **more: Any) -> Forecast:
         return plan(model_named(model), progress=progress, **values(options), **more)
 
 
+def told(forecast: Forecast) -> str:
+    """Returns what a forecast says, in the options of the command line."""
+    return in_flags(str(forecast), [field.name for field in fields(StepOptions)] + ["solve", "kernels"])
+
+
 def fitting_forecast(model: str, options: StepOptions, force: bool = False, hint: str = "") -> tuple[Forecast, Planned]:
     """Plans a step, and ends the command with ``hint`` if it does not fit, unless ``force`` asks for the leanest plan. Returns
     the forecast and its plan."""
     forecast = forecast_of(model, options, force=force)
     if forecast.planned is None:
-        print(f"{forecast}\n{hint}".rstrip(), file=sys.stderr)
+        print(f"{told(forecast)}\n{hint}".rstrip(), file=sys.stderr)
         raise typer.Exit(DOES_NOT_FIT)
     return forecast, forecast.planned

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -34,7 +35,7 @@ def _count_or_auto(value: Any) -> int | str:
 # Options that the groups below have in common, and --json, which commands take by themselves.
 Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
 Seq = Annotated[int, typer.Option(min=1, help="tokens per sequence")]
-Host = Annotated[str | None, typer.Option(help="bytes of host memory (default: no limit)")]
+Host = Annotated[str | None, typer.Option(help="bytes of host memory (default: what there is, less 5 %)")]
 Disk = Annotated[
     str | None, typer.Option(help="a folder and bytes of disk for what the host has no room for: /mnt/nvme:400GiB")
 ]
@@ -187,6 +188,19 @@ class RecipeOptions(TrainingOptions):
 def values(options: Any) -> dict[str, Any]:
     """Returns the fields of an options dataclass by name."""
     return {field.name: getattr(options, field.name) for field in fields(options)}
+
+
+def in_flags(text: str, options: Iterable[str]) -> str:
+    """Writes Python arguments as a command's options: ``update="backward"`` as ``--update backward``, ``run_ahead=True`` as
+    ``--run-ahead``. ``options``: the names of those that the command has; other arguments stay."""
+    names = "|".join(sorted(map(re.escape, options), reverse=True))
+
+    def flag(found: re.Match[str]) -> str:
+        value = (found[2] or "").strip("\"'")
+        return f"--{found[1].replace('_', '-')}" + (f" {value}" if value not in ("", "True") else "")
+
+    pattern = rf"""(?<![\w.-])({names})=("[^"]*"|'[^']*'|\w+(?:\.\w+)*)?"""
+    return re.sub(pattern, flag, text) if names else text
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:

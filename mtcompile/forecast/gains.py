@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
+from torch import fx
+
 from mtcompile.forecast.advice import updates_by_parameter
 from mtcompile.forecast.request import ForecastRequest, SizedStep, budgets_of, may_accumulate
 from mtcompile.forecast.result import Advice, Forecast
+from mtcompile.kernels.chains.split import chains_of
 from mtcompile.passes.analysis.state import Budgets, trained_nbytes
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates
@@ -23,54 +26,71 @@ from mtcompile.runtime.usage import held_between_phases
 
 _LEAST_GAIN = 0.03  # more tokens a second: estimates tell no less
 _LEAST_PRICE = 1e-3  # of the bound: where the certificate's prices say that more of something gains less, it is not tried
-_MOST_ADVICE = 3
 _BUSY = 0.95  # of the step: more of a batch gains nothing then
 _OF_WEIGHTS = ("param", "grad", "state", "buffer")  # roles of what is copied once, however many micro-batches there are
 _LOST = 1.03  # times what the busiest queue does: steps do not keep it busy all the time
 
 
 class Change(NamedTuple):
-    """A changed step. ``what``: as a user asks for it; ``step_time_us``: about what it takes. Of the changes with the same
-    ``aim``, only the best is told. ``times``: how many times as many tokens it has."""
+    """A changed step. ``what``: as a user asks for it; ``step_time_us``: about what it takes. ``times``: how many times as many
+    tokens it has."""
 
     what: str
     step_time_us: float
-    aim: str
     times: int = 1
 
 
-def most_helpful(request: ForecastRequest, sized: SizedStep, forecast: Forecast) -> tuple[Advice, ...]:
-    """Returns the changes of a step that fits which gain most, at most three."""
+def gains_of(request: ForecastRequest, sized: SizedStep, forecast: Forecast) -> tuple[tuple[Advice, ...], tuple[str, ...]]:
+    """Returns the changes of a step that fits which gain 3 % or more, the best first, and those that gain less."""
     assert forecast.planned is not None
-    best = dict[str, Advice]()
+    gaining, idle = list[Advice](), list[str]()
     for change in _changes(request, sized, forecast.planned, forecast.busy or {}):
         tokens_per_s = change.times * sized.tokens / change.step_time_us * 1e6
         advice = Advice(change.what, change.step_time_us, tokens_per_s, tokens_per_s / forecast.tokens_per_s - 1)
-        if advice.gain - (best[change.aim].gain if change.aim in best else 0.0) >= _LEAST_GAIN:
-            best[change.aim] = advice
-    return tuple(sorted(best.values(), key=lambda each: -each.gain)[:_MOST_ADVICE])
+        if advice.gain >= _LEAST_GAIN:
+            gaining.append(advice)
+        else:
+            idle.append(change.what)
+    if budgets_of(request, sized).disk is None:
+        idle.append("disk= (there is room without one)")
+    return tuple(sorted(gaining, key=lambda each: -each.gain)), tuple(idle)
 
 
 def _changes(request: ForecastRequest, sized: SizedStep, planned: Planned, busy: Mapping[str, float]) -> Iterator[Change]:
     """Yields the changes that may gain something. ``busy``: the share of the step in which queues are."""
     plan, budgets, work = planned.plan, budgets_of(request, sized), work_of(sized.candidates.problem, planned)
     updates = budgets.updates
-    if updates is None and plan.update_us >= _LEAST_GAIN * plan.total_us and updates_by_parameter(request):
-        yield Change('update="backward"', work.step_time_us("backward"), "update")
-        yield Change('update="backward" with run_ahead=True', work.step_time_us("run ahead"), "update")
+    if updates is None and any(trained_nbytes(planned.step).values()) and updates_by_parameter(request):
+        yield Change('update="backward"', work.step_time_us("backward"))
+        yield Change('update="backward" with run_ahead=True', work.step_time_us("run ahead"))
     elif updates is not None and not updates.run_ahead:
-        yield Change("run_ahead=True", work.step_time_us("run ahead"), "update")
+        yield Change("run_ahead=True", work.step_time_us("run ahead"))
+    fused = work.with_less_compute(_fused_us(sized.candidates.problem, planned))
+    yield Change('kernels="exact" (not yet measured on a GPU)', fused.step_time_us(work.updates))
     for tier in ("device", "host"):
         if (limit := budgets.nbytes.get(tier)) is not None:
             more = replace(budgets, device=2 * limit) if tier == "device" else replace(budgets, host=2 * limit)
             if (us := _with_more_us(sized.candidates, plan, tier, more)) is not None:
-                yield Change(f"twice the {tier} memory, {gib(2 * limit)}", us, f"{tier} memory")
+                yield Change(f"twice the {tier} memory, {gib(2 * limit)}", us)
     if busy["compute"] < _BUSY and may_accumulate(request, sized):
         fewer = " (half as many updates for the same tokens)" if work.on_host_us + work.on_device_us else ""
         what = f"twice the batch with accumulate={2 * request.accumulate}{fewer}"
         beside = held_between_phases(planned.schedule)  # what the second of two micro-batches keeps for its backward
         us = work.step_time_us(work.updates, 2) + _worth_us(sized.candidates, budgets, beside)
-        yield Change(what, us, "batch", 2)
+        yield Change(what, us, 2)
+
+
+def _fused_us(problem: PlanningProblem, planned: Planned) -> dict[str, float]:
+    """Returns phase -> µs of the memory traffic that exact kernels leave out. Launches that they save are not counted."""
+    bodies, less = dict(planned.step.named_children()), dict[str, float]()
+    phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    for instruction in planned.schedule.instructions:
+        if isinstance(body := bodies.get(instruction.kernel or ""), fx.GraphModule):
+            if instruction.kernel not in less:
+                saved = sum(chain.saved_nbytes for chain in chains_of(body, lambda node: False))
+                less[instruction.kernel] = saved / problem.machine.memory_gbps / 1e3
+            phases[instruction.phase] += less[instruction.kernel]
+    return phases
 
 
 def _with_more_us(candidates: Candidates, plan: Plan, tier: str, more: Budgets) -> float | None:
@@ -110,6 +130,14 @@ class Work:
     on_device_us: float
     shared_us: Mapping[str, Sequence[float]]
 
+    def with_less_compute(self, less_us: Mapping[str, float]) -> Work:
+        """Returns the work with so many µs of computation less in each phase."""
+        each = dict(self.each)
+        for phase, us in less_us.items():
+            each[phase, "compute"] = max(0.0, self.each[phase, "compute"] - us)
+        shorter = replace(self, each=defaultdict(float, each))
+        return replace(shorter, spans_us={phase: self._span_us(phase, 1, shorter) for phase in PHASES})
+
     def step_time_us(self, updates: str, times: int = 1) -> float:
         """Returns about the µs of the step with other ``updates`` and ``times`` as many micro-batches: each phase is longer as
         its busiest queue is."""
@@ -123,13 +151,14 @@ class Work:
         host_us = _LOST * (self.on_host_us + shared_us)
         return max(forward + backward, host_us) if updates == "run ahead" else forward + max(backward, host_us)
 
-    def _span_us(self, phase: str, times: int) -> float:
+    def _span_us(self, phase: str, times: int, other: Work | None = None) -> float:
+        """Returns how long a phase takes with ``times`` as many micro-batches, or with the work of another step."""
+        busiest_us, changed_us = self._busiest_us(phase, 1), (other or self)._busiest_us(phase, times)
+        return self.spans_us[phase] * (changed_us / busiest_us if busiest_us else 1.0)
+
+    def _busiest_us(self, phase: str, count: int) -> float:
         queues = {queue for when, queue in (*self.once, *self.each) if when == phase}
-
-        def busiest_us(count: int) -> float:
-            return max((self.once[phase, queue] + count * self.each[phase, queue] for queue in queues), default=0.0)
-
-        return self.spans_us[phase] * (busiest_us(times) / busiest_us(1) if busiest_us(1) else 1.0)
+        return max((self.once[phase, queue] + count * self.each[phase, queue] for queue in queues), default=0.0)
 
 
 def work_of(problem: PlanningProblem, planned: Planned) -> Work:

@@ -12,6 +12,7 @@ from mtcompile.passes.plan import Certificate, disk_traffic
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.trace import time_of
+from mtcompile.sizes import three_digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class Advice:
     gain: float
 
     def __str__(self) -> str:
-        return f"{self.what}: about {time_of(self.step_time_us)} a step, {self.tokens_per_s:,.0f} tokens/s (+{self.gain:.0%})"
+        gain, step = f"+{self.gain:.0%}", f"{time_of(self.step_time_us)} a step"
+        return f"{gain:>6}  {step:>15}  {self.tokens_per_s:>8,.0f} tokens/s  {self.what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,10 @@ class Forecast:
     while compute is idle. ``disk_read_bytes``, ``disk_write_bytes``: of one step; ``disk_days``: of such steps in a row, after
     which the drive has been written as often as it is rated for; ``disk_direct``: whether weights on disk are read straight to
     the device.
-    ``advice``: if the step fits, the changes that would gain most; None if that was not asked for. ``ways_out``: what would
-    help if nothing fits, or if the disk makes no sense; ``refusal``: why it does not. ``solved``: the size that ``solve``
-    found. ``peak_expressions``: with ``solve``, the bytes that the leanest plan needs in each tier, as sympy expressions.
+    ``advice``: if the step fits, the changes that would gain 3 % or more; None if that was not asked for. ``no_gain``: those
+    that would gain less. ``ways_out``: what would help if nothing fits, or if the disk makes no sense; ``refusal``: why it
+    does not. ``solved``: the size that ``solve`` found. ``peak_expressions``: with ``solve``, the bytes that the leanest plan
+    needs in each tier, as sympy expressions.
     ``scaling``: of several ranks; then ``tokens`` and ``tokens_per_s`` are those of all, bytes of the host and of the state
     those of all ranks of a host, and other figures those of each.
     ``notes``: what else a reader should know of the plan, such as which large weights stay whole beside others in fragments.
@@ -117,6 +120,7 @@ class Forecast:
     certificate: Certificate | None = None
     gap: float = 0.0
     advice: tuple[Advice, ...] | None = None
+    no_gain: tuple[str, ...] = ()
     ways_out: tuple[str, ...] = ()
     rows: tuple[Row, ...] = ()
     solved: Mapping[str, int] | None = None
@@ -156,9 +160,11 @@ def _lines(f: Forecast) -> list[str]:
         lines.append(f"makes no sense: {f.refusal}. Ways out:" if f.refusal else f"{short}. Ways out:")
         lines += [f"  {way}" for way in f.ways_out]
     if f.planned is not None:
+        tokens = f"{f.tokens_per_s:,.0f} tokens/s"
+        fits = f"fits, if the host has {gib(f.peak_bytes['host'])}"
         lines.append(
-            f"{'fits' if f.feasible else 'if there were room'}: {time_of(f.step_time_us)} a step "
-            f"({time_of(f.update_us)} of it for the update), {f.tokens_per_s:,.0f} tokens/s, {f.tflops:.3g} TFLOPS with "
+            f"{fits if f.feasible else 'if there were room'}: {time_of(f.step_time_us)} a step "
+            f"({time_of(f.update_us)} of it for the update), {tokens}, {three_digits(f.tflops)} TFLOPS with "
             f"recomputation; limited by {f.limiting_resource}"
         )
         for tier, parts in (f.ledger or {}).items():
@@ -176,9 +182,9 @@ def _lines(f: Forecast) -> list[str]:
         if f.certificate is not None:
             lines.append(f"  {f.certificate.of(f.step_time_us)}")
         if f.advice is not None:
-            lines += _advice(f.advice)
+            lines += _advice(f.advice, f.no_gain)
         lines.append(
-            f"  smallest device memory that works, cut as here: {gib(f.minimum_device_bytes)} (--solve memory tries every cut)"
+            f'  smallest device memory that works, cut as here: {gib(f.minimum_device_bytes)} (solve="memory" tries every cut)'
         )
     lines += [f"  note: {note}" for note in f.notes]
     if f.planned is not None:
@@ -192,10 +198,9 @@ def _lines(f: Forecast) -> list[str]:
     return lines
 
 
-def _advice(advice: tuple[Advice, ...]) -> list[str]:
-    if not advice:
-        return ["  no change that was estimated gives 3 % more tokens a second"]
-    return ["  largest gains, estimated:", *(f"    {each}" for each in advice)]
+def _advice(advice: tuple[Advice, ...], no_gain: tuple[str, ...]) -> list[str]:
+    less = [f"    under +3%: {', '.join(no_gain)}"] if no_gain else []
+    return ["  what changes would gain, estimated:", *(f"    {each}" for each in advice), *less]
 
 
 def _at_load(f: Forecast) -> str:
@@ -211,7 +216,7 @@ def _busy(queue: str, share: float, exposed: float) -> str:
 
 
 def _count(n: int) -> str:
-    for size, word in ((10**9, " billion"), (10**6, " million"), (10**3, " thousand")):
-        if n >= size:
-            return f"{n / size:.3g}{word}"
+    for size, word in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if (times := n / size) >= 0.9995:
+            return f"{times:.{2 if times < 9.995 else 1 if times < 99.95 else 0}f} {word}"
     return str(n)

@@ -17,10 +17,11 @@ from mtcompile.distributed.layout import layout_named, updates_once
 from mtcompile.errors import CaptureError, did_you_mean
 from mtcompile.forecast.figures import figures
 from mtcompile.forecast.forms import StepForms, forms_of, planned_form
-from mtcompile.forecast.gains import most_helpful
+from mtcompile.forecast.gains import gains_of
 from mtcompile.forecast.request import ForecastRequest, SizedStep, sized_step, takes_sizes, with_disk
 from mtcompile.forecast.result import Forecast
 from mtcompile.forecast.scaling import with_scaling
+from mtcompile.machine.device import HOST_RESERVE
 from mtcompile.machine.presets import named
 from mtcompile.models.shapes import check_shape
 from mtcompile.optim.precision import Precision, precision_named
@@ -74,8 +75,8 @@ def plan(
                called where tensors take no memory, with (batch, seq) if it takes two arguments
     data       the module's keyword arguments, tensors of the intended sizes; for a shape, made from ``batch`` and ``seq``
     memory     device bytes; default: the machine's, less a reserve of 8 %
-    host       host bytes; default: no limit
-    disk       disk bytes, or a folder and bytes as for ``compile``; expects ``host``; default: no disk
+    host       host bytes; default: the machine's RAM, less a reserve of 5 %; where that is not known, no limit
+    disk       disk bytes, or a folder and bytes as for ``compile``; expects ``host`` or a machine with known RAM; default: none
     machine    a preset, a JSON file, ``"this"`` for this machine as measured, or a ``Machine``
     precision  ``model`` (the module's dtypes), ``fp32``, ``bf16``, or ``bf16-master32`` (bf16 weights; 12 bytes each with
                fp32 masters and AdamW's state)
@@ -96,7 +97,7 @@ def plan(
     solve      ``batch`` or ``seq``: plans the largest that fits (sequences in steps of 128 tokens); ``memory``: the least
                device memory that works
     force      returns the leanest plan even if it does not fit
-    advise     if the step fits, also plans changes of it and returns the three that gain most; not with ``solve``
+    advise     if the step fits, also estimates what changes of it would gain; not with ``solve``
     effort     as for ``compile``
     progress   called with (text, done, total)
 
@@ -144,6 +145,9 @@ def plan(
     device = parse_bytes(memory, "memory")
     if device is None and described.device_nbytes:
         device = int(described.device_nbytes * (1 - _LEFT_FREE))
+    host_nbytes = parse_bytes(host, "host")
+    if host_nbytes is None and described.host_nbytes:
+        host_nbytes = int(described.host_nbytes * (1 - HOST_RESERVE))
     if make_optimizer is not None and kind.split:
         raise ValueError(f'expected {", ".join(FORECAST_STATES)} with precision="bf16-master32", found {optimizer!r}')
     copies = state_copies(kind, optimizer) if make_optimizer is None else 2.0
@@ -153,7 +157,7 @@ def plan(
         workspace = update_workspace(kind.split, optimizer != "sgd")
         updates = Updates(copies, workspace, held=held, run_ahead=run_ahead, checked=not held, norm_copies=norm_copies)
     ranks, once = layout_named(gpus, hosts, network, solve, disk), updates_once(make_optimizer)
-    budgets = _with_disk(Budgets(device, parse_bytes(host, "host"), copies, updates=updates), disk, kind, force)
+    budgets = _with_disk(Budgets(device, host_nbytes, copies, updates=updates), disk, kind, force)
     if budgets.disk is not None and solve is not None:
         raise ValueError(f"solve={solve!r} expects no disk=, found {disk!r}: plan single sizes with a disk")
     alone = ForecastRequest(
@@ -172,7 +176,8 @@ def plan(
         if ranks.count > 1:
             return with_scaling(request, forecast, described, lambda: _forecast(alone, batch, seq)[0])
         if advise and forecast.feasible:
-            return replace(forecast, advice=most_helpful(request, sized, forecast))
+            advice, no_gain = gains_of(request, sized, forecast)
+            return replace(forecast, advice=advice, no_gain=no_gain)
         return forecast
 
 

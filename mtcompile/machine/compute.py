@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from mtcompile.machine.timing import PARAMETERS, Effort, Measurement, median_s, waiter
+from mtcompile.sizes import three_digits
 
 _ISSUED = 1000  # tiny operations per measurement
 
@@ -23,7 +24,8 @@ def matmul(where: torch.device, effort: Effort) -> tuple[dict[str, float], Measu
         kinds = {"bfloat16": "flops", "float32": "fp32_flops", "tf32": "tf32_flops", "float64": "fp64_flops"}
         side, smaller = effort.accelerator_side, effort.accelerator_side // 4  # a card may be a hundred times slower in fp64
     rates = {kind: _product_rate(where, effort, kind, side if kind == "bfloat16" else smaller) for kind in kinds}
-    meaning = f"a 7B model (6 FLOP per weight and token) trains at {rates['bfloat16'] / 6 / PARAMETERS:.3g} tokens/s at most"
+    most = three_digits(rates["bfloat16"] / 6 / PARAMETERS)
+    meaning = f"a 7B model (6 FLOP per weight and token) trains at {most} tokens/s at most"
     row = Measurement(f"product of {side} x {side}", "TFLOP/s", {k: v / 1e12 for k, v in rates.items()}, meaning)
     return {kinds[kind]: rate for kind, rate in rates.items()}, row
 

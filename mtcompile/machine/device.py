@@ -18,7 +18,7 @@ from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import gib
 from mtcompile.torch_private import AllocatorPeak, cpu_allocator_peak
 
-_HOST_RESERVE = 0.05  # share of the host's available memory left to others, so that the kernel need not end this process
+HOST_RESERVE = 0.05  # share of the host's available memory left to others, so that the kernel need not end this process
 _LIBRARIES = 0.02  # share of an accelerator's free memory that libraries take for themselves, such as cuBLAS; an estimate
 _LEFT_FREE = 0.1  # share of an accelerator's free memory left out of a default budget, for rounding and libraries
 
@@ -63,7 +63,7 @@ def host_room(root: Path = Path("/")) -> tuple[str, int] | None:
     """Returns what limits the host memory that this process may still take, a control group or the machine, and how many bytes
     that is, less a reserve; None where the system does not say."""
     smallest = smallest_room(memory_rooms(root))
-    return None if smallest is None else (smallest[0], max(0, int(smallest[1] * (1 - _HOST_RESERVE))))
+    return None if smallest is None else (smallest[0], max(0, int(smallest[1] * (1 - HOST_RESERVE))))
 
 
 def check_room(nbytes: int, what: str, way: str, refused: bool = False) -> None:

@@ -28,6 +28,7 @@ from mtcompile.passes.analysis.cost import Machine
 from mtcompile.reading import installed_version
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.optim.host_kernels import library, which
+from mtcompile.sizes import three_digits
 
 _COLORS = {"ok": "green", "watch": "yellow", "bad": "red"}
 
@@ -188,7 +189,7 @@ def _table(*headers: str) -> Table:
 
 def _values(row: Measurement) -> str:
     """Formats a row's values, one line per size or kind."""
-    return "\n".join(f"{name}: {value:.3g} {row.unit}" for name, value in row.values.items())
+    return "\n".join(f"{name}: {three_digits(value)} {row.unit}" for name, value in row.values.items())
 
 
 def save(report: Report, path: Path) -> None:

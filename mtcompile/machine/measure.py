@@ -18,6 +18,7 @@ from mtcompile.machine import bandwidth, compute
 from mtcompile.machine.bandwidth import usable_cpus
 from mtcompile.machine.device import total_nbytes
 from mtcompile.machine.disk import disk
+from mtcompile.machine.system_files import host_nbytes
 from mtcompile.machine.timing import Effort, Measurement
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.runtime.devices.protocol import Device
@@ -82,6 +83,7 @@ def measure(device: Device, effort: Effort, folder: Path) -> MeasuredMachine:
         fp32_flops=_rounded(rates["fp32_flops"]),
         tf32_flops=_rounded(rates.get("tf32_flops", 0.0)),
         fp64_flops=_rounded(rates.get("fp64_flops", 0.0)),
+        host_nbytes=host_nbytes(),
     )
     return MeasuredMachine(machine, tuple(rows))
 

@@ -14,7 +14,7 @@ import torch
 
 from mtcompile import cache, knobs, progress
 from mtcompile.cached.files import own_text
-from mtcompile.errors import nearest_file
+from mtcompile.errors import did_you_mean, nearest_file
 from mtcompile.machine import bandwidth
 from mtcompile.machine.cards import difference, scaled
 from mtcompile.machine.compute import tf32_in_use
@@ -36,7 +36,8 @@ def _preset(card: Card) -> Machine:
     # By the data sheets of all of these cards, TF32 has half the peak of bf16.
     machine = replace(machine, fp32_flops=fp32, tf32_flops=card.flops / 2, fp64_flops=fp64, tf32_convolutions=True)
     machine = replace(machine, disk_read_gbps=read, disk_write_gbps=write)
-    return replace(machine, disk_nbytes=terabytes * 10**12, disk_rated_nbytes=rated * 10**12)
+    machine = replace(machine, disk_nbytes=terabytes * 10**12, disk_rated_nbytes=rated * 10**12)
+    return replace(machine, host_nbytes=card.ram * 10**9)
 
 
 PRESETS = {name: _preset(card) for name, card in CARDS.items()}
@@ -127,9 +128,9 @@ def as_torch_multiplies(machine: Machine) -> Machine:
 
 
 def named(machine: str | Machine) -> Machine:
-    """Returns a preset by name, this machine for ``"this"``, or the machine in a JSON file with Machine's fields, whose missing
-    fields are those of the emulated device; with fp32 in TF32 as torch is set. A ``Machine`` is returned as it is. Raises
-    ValueError."""
+    """Returns a preset by name, this machine for ``"this"``, or the machine in a JSON file with Machine's fields: those missing
+    there are of the preset that it is ``like``, or else of the emulated device; with fp32 in TF32 as torch is set. A
+    ``Machine`` is returned as it is. Raises ValueError."""
     return machine if isinstance(machine, Machine) else as_torch_multiplies(_named(machine))
 
 
@@ -204,6 +205,10 @@ def _sound(name: str, kind: type, value: Any) -> bool:
 def _from_text(text: str, path: Path) -> Machine:
     try:
         data = parsed_json(text, "its text")
+        like = data.pop("like", None) if isinstance(data, dict) else None
+        if like is not None and like not in tuple(PRESETS):
+            close = did_you_mean(str(like)[:80], PRESETS)
+            raise ValueError(f"like: expected one of {', '.join(PRESETS)}, found {like!r:.80}{close}")
         kinds = {name: type(value) for name, value in asdict(Machine()).items() if name != "measured"}
         if not isinstance(data, dict) or set(data) - set(kinds):
             raise ValueError(f"expected an object with fields among {', '.join(kinds)}")
@@ -211,6 +216,6 @@ def _from_text(text: str, path: Path) -> Machine:
             kind = float if kinds[name] is float and type(value) is int else type(value)
             if kind is not kinds[name] or not _sound(name, kind, value):
                 raise ValueError(f"{name}: expected {_RANGES.get(kinds[name], kinds[name].__name__)}, found {value!r:.80}")
-        return Machine(**{"name": path.stem, **data})
+        return replace(PRESETS[like] if like else Machine(), **{"name": path.stem, **data})
     except ValueError as error:
         raise ValueError(f"machine file {path}: {error}") from None

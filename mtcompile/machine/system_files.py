@@ -69,6 +69,13 @@ def memory_rooms(root: Path = Path("/")) -> dict[str, int]:
     return rooms
 
 
+def host_nbytes(root: Path = Path("/")) -> int:
+    """Returns the host memory that processes here may take together: the machine's or, if that is less, the control group's;
+    0 where the system does not say."""
+    total, group = kilobytes(root / "proc/meminfo").get("MemTotal", 0), group_memory(root)
+    return total if group is None else min(total or group[0], group[0])
+
+
 def smallest_room(rooms: Mapping[str, int]) -> tuple[str, int] | None:
     """Returns what limits the memory that may still be taken most, and its bytes; None if nothing is known."""
     return min(rooms.items(), key=lambda room: room[1], default=None)

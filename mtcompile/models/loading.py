@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from mtcompile.capture.refusals import first_line
 from mtcompile.errors import did_you_mean, nearest_file
 from mtcompile.models.decoders import fake
+from mtcompile.models.examples import example_inputs, takes_labels
 from mtcompile.models.shapes import SHAPES, check_config, check_shape
 from mtcompile.reading import FEW_NBYTES, parsed_json, read_text
 
@@ -127,24 +128,45 @@ def _load_function(path: str, name: str) -> Callable[[int, int], Any]:
 
 
 def _from_config(path: str, batch: int, seq: int) -> ModelAndData:
-    model = _causal_model(path)
-    tokens = torch.randint(int(model.config.vocab_size), (batch, seq))
-    return model, {"input_ids": tokens, "labels": tokens}
+    config, name = configuration(Path(path), use_cache=False)
+    kind = _architecture(config)
+    model = _built(path, config, name, kind)
+    try:
+        return model, example_inputs(model, batch, seq)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"expected {path} to say of which size the model's inputs are, found {first_line(error)}") from error
 
 
 def _causal_model(path: str) -> Any:
-    """Builds a causal language model of a Hugging Face configuration with random weights. Nothing is fetched or imported
-    because the file asks for it. Raises ValueError."""
-    config, name = configuration(Path(path), use_cache=False)
+    """Builds a causal language model of a Hugging Face configuration with random weights. Raises ValueError."""
+    return _built(path, *configuration(Path(path), use_cache=False), None)
+
+
+def _architecture(config: Any) -> Any:
+    """Returns the class of Transformers that a configuration names in ``architectures``, if it is one of this configuration
+    that computes a loss; else None."""
+    import transformers
+
+    named = getattr(config, "architectures", None)
+    kind = getattr(transformers, named[0], None) if isinstance(named, list) and named and isinstance(named[0], str) else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) and takes_labels(kind)):
+        return None
+    return kind if isinstance(config, kind.config_class or ()) else None
+
+
+def _built(path: str, config: Any, name: torch.dtype | None, kind: Any) -> Any:
+    """Builds a model with random weights, of class ``kind`` or, by default, the causal language model of its type. Nothing is
+    fetched or imported because the file asks for it. Raises ValueError."""
     from transformers import AutoModelForCausalLM
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(name or torch.float32)
     try:
-        return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        return AutoModelForCausalLM.from_config(config) if kind is None else kind(config)  # type: ignore[no-untyped-call]
     except Exception as error:
+        what = "a causal language model" if kind is None else kind.__name__
         text = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"expected {path} to configure a causal language model, found that it raised {text}") from error
+        raise ValueError(f"expected {path} to configure {what}, found that it raised {text}") from error
     finally:
         torch.set_default_dtype(before)
 

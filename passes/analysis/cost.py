@@ -61,8 +61,8 @@ class Machine:
     its device, 0 where it has what it is given. ``measured``: times measured on it, None for none. Of its disk: GB/s of reads
     and writes, its bytes, and the bytes that may be written to it in its life, 0 where that is not known. Of the network
     between hosts: GB/s per direction. ``strided_gops``: billions of elements per second of operations that go through values
-    of different strides one element at a time; where that is not known, they take as long as their bytes. The defaults are of
-    the emulated device on a small CPU."""
+    of different strides one element at a time; where that is not known, they take as long as their bytes.
+    ``host_nbytes``: the RAM of its host, 0 where that is not known. The defaults are of the emulated device on a small CPU."""
 
     name: str = "emulated"
     flops: float = 5e10
@@ -86,6 +86,7 @@ class Machine:
     fp64_flops: float = 0.0
     tf32_products: bool = False
     tf32_convolutions: bool = False
+    host_nbytes: int = 0
 
     def scale(self, queue: str) -> float:
         if queue == "direct" and not self._measured_direct:

@@ -108,7 +108,7 @@ def _threads(elements: int, spared: int = 0) -> int:
 
 def built() -> Path | None:
     """The path of the library that was built when mtcompile was installed; None without one."""
-    paths = (Path(__file__).with_name("_update" + suffix) for suffix in EXTENSION_SUFFIXES)
+    paths = (Path(__file__).with_name("_update" + suffix) for suffix in reversed(EXTENSION_SUFFIXES))
     return next((path for path in paths if path.is_file()), None)
 
 

@@ -6,6 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+from mtcompile.cli.app import app
+from mtcompile.cli.options import in_flags
+
 WRONG = {
     "did you mean gpt-11m?": ["plan", "gpt-11x"],
     "found '16GX'": ["plan", "gpt-11m", "--memory", "16GX"],
@@ -35,3 +40,15 @@ def test_a_command_that_cannot_work_ends_before_torch_is_imported(tmp_path: Path
     assert ran.stdout.split() == ["2", "False"] * len(WRONG)
     for expected, line in zip(WRONG, ran.stderr.splitlines(), strict=True):
         assert expected in line
+
+
+def test_python_arguments_are_told_as_the_options_of_a_command() -> None:
+    said = 'update="backward" with run_ahead=True; lora=16, disk= or host="64GB". solve=\'seq\' of kernels="exact"'
+    told = '--update backward with --run-ahead; --lora 16, --disk or --host 64GB. --solve seq of kernels="exact"'
+    assert in_flags(said, ("update", "run_ahead", "lora", "disk", "solve", "host")) == told
+    assert in_flags('update="step"', ()) == 'update="step"'
+
+
+def test_a_refusal_names_the_commands_own_options() -> None:
+    result = CliRunner().invoke(app, ["plan", "gpt-11m", "--host", "1GB", "--disk", "1GB", "--solve", "memory"])
+    assert result.exit_code == 2 and "--solve memory expects no --disk, found '1GB'" in result.output

@@ -258,3 +258,14 @@ def test_the_documents_have_every_exit_code_and_variable() -> None:
     assert all(f"`mtcompile {name}" in page for name in COMMANDS)
     variables = (ROOT / "docs" / "environment.md").read_text()
     assert all(f"`{name}=" in variables for name in knobs.listed())
+
+
+@pytest.mark.parametrize(
+    ("shell", "word"),
+    [("bash", "complete -o default -F"), ("zsh", "#compdef mtcompile"), ("fish", "complete --command mtcompile")],
+)
+def test_shells_complete_commands(shell: str, word: str) -> None:
+    environment = {**os.environ, "_MTCOMPILE_COMPLETE": f"source_{shell}"}
+    program = "import sys; from mtcompile.cli.app import app; app(prog_name='mtcompile')"
+    printed = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert printed.returncode == 0 and word in printed.stdout

@@ -16,6 +16,7 @@ from benchmarks import disk_steps
 from benchmarks.disk_steps import MACHINES, TOKENS, Stack
 from mtcompile.forecast.result import Forecast
 from mtcompile.machine.presets import PRESETS
+from mtcompile.passes.analysis.cost import Machine
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us
 from mtcompile.runtime.usage import most_in_slots
@@ -209,7 +210,7 @@ def test_what_fits_the_host_without_a_disk_fits_it_with_one_and_nothing_moves(op
 
 def test_a_disk_needs_a_host_and_single_sizes() -> None:
     with pytest.raises(ValueError, match="expected host= too, found none"):
-        forecast(disk="1GB")
+        forecast(Machine(), disk="1GB")
     with pytest.raises(ValueError, match="expects no disk="):
         forecast(disk="1GB", host="1GB", solve="memory")
 

@@ -11,9 +11,11 @@ from torch import nn
 
 import mtcompile
 from mtcompile.forecast.result import Row
+from mtcompile.machine.presets import PRESETS
 from mtcompile.models.shapes import SHAPES, Shape
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.runtime.schedule import placed
+from mtcompile.runtime.schedule import gib, placed
+from mtcompile.sizes import three_digits
 from tests.helpers.models import make, tower
 
 pytestmark = pytest.mark.slow  # it compiles many models
@@ -34,7 +36,7 @@ def test_the_ledger_adds_up_and_names_every_byte() -> None:
     assert forecast.gap == pytest.approx(forecast.step_time_us / forecast.certificate.bound_us - 1)
     assert all(saved > 0 for saved in forecast.certificate.gains_us.values())
     text = str(forecast)
-    assert "fits:" in text and "workspace" in text and "numerics" in text
+    assert f"fits, if the host has {gib(forecast.peak_bytes['host'])}: " in text and "workspace" in text and "numerics" in text
 
 
 def test_it_plans_what_compile_then_runs() -> None:
@@ -210,3 +212,29 @@ def test_state_of_muon_is_one_copy_of_matrices_and_two_of_the_rest() -> None:
     matrix, *vectors = (placed(4 * parameter.numel()) for parameter in model.parameters())
     state = sum(parts["optimizer"] for parts in planned.ledger.values())
     assert matrix + 2 * sum(vectors) <= state < 2 * matrix
+
+
+def test_the_host_has_the_rams_of_its_machine_unless_a_budget_is_given() -> None:
+    def host(machine: Any, host: str | None = None) -> int | None:
+        return mtcompile.plan("small", seq=16, machine=machine, host=host).budget_bytes["host"]
+
+    assert host("rtx4090") == int(PRESETS["rtx4090"].host_nbytes * 0.95) == int(128e9 * 0.95)
+    assert host("rtx4090", "1GB") == 10**9
+    assert host(Machine()) is None  # not known
+    assert all(preset.host_nbytes for preset in PRESETS.values())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        (999_700, "1.00 million"),
+        (7_615_616_512, "7.62 billion"),
+        (10**9, "1.00 billion"),
+        (29_700, "29.7 thousand"),
+        (885, "885"),
+    ],
+)
+def test_counts_and_speeds_are_never_in_powers_of_ten(parameters: int, said: str) -> None:
+    forecast = replace(mtcompile.plan("small", seq=16), parameters=parameters, tflops=1234.5)
+    assert f": {said} parameters" in str(forecast) and " 1,234 TFLOPS" in str(forecast)
+    assert three_digits(999.6) == "1,000" and three_digits(0.0123) == "0.0123"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from mtcompile.machine import presets
 from mtcompile.machine.measure import MeasuredMachine
 from mtcompile.machine.presets import PRESETS, named
+from mtcompile.machine.system_files import host_nbytes
 from mtcompile.passes.analysis.cost import Machine
 
 
@@ -30,8 +32,27 @@ def test_machines_come_from_presets_and_files(tmp_path: Path) -> None:
         path.write_text(wrong)
         with pytest.raises(ValueError, match=r"machine file .*mine\.json"):
             named(str(path))
-    with pytest.raises(ValueError, match="expected machine to be one of h200-sxm"):
+    with pytest.raises(ValueError, match="expected machine to be one of h200-sxm") as refused:
         named("abacus")
+    (example,) = re.findall(r"\{.*\}", str(refused.value))  # how to describe another card
+    path.write_text(example)
+    told = json.loads(example)
+    assert named(str(path)) == replace(PRESETS[told.pop("like")], name="mine", **told)
+    for like in ("rtx4080", ["rtx4090"], 3):
+        path.write_text(json.dumps({"like": like}))
+        with pytest.raises(ValueError, match=r"mine\.json: like: expected one of h200-sxm, .* found"):
+            named(str(path))
+
+
+def test_the_host_has_the_memory_of_the_machine_or_of_the_control_group(tmp_path: Path) -> None:
+    assert host_nbytes(tmp_path) == 0
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal:  4096 kB\n")
+    assert host_nbytes(tmp_path) == 4 * 2**20
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text(f"{2**20}\n")
+    assert host_nbytes(tmp_path) == 2**20
 
 
 def card(name: str, units: int = 132, clock: int = 1980, gigabytes: int = 80) -> Any:

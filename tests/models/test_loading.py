@@ -52,6 +52,57 @@ def test_a_configuration_builds_its_model(tmp_path: Path) -> None:
     assert type(of_folder) is type(model) and of_folder.config.to_dict() == model.config.to_dict()  # type: ignore[operator]
 
 
+_ENCODER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+_LAYER = {"layers": 1, "attention_heads": 4, "ffn_dim": 64}
+_HALVES = {f"{half}_{what}": n for half in ("encoder", "decoder") for what, n in _LAYER.items()}
+_IDS = {f"{what}_token_id": n for n, what in enumerate(("pad", "bos", "eos", "decoder_start"))}
+_WRITES = {**_IDS, "vocab_size": 64, "d_model": 32}
+_ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+_TEXT = {**SMALL, "model_type": "qwen2_5_vl_text", "num_attention_heads": 4, "rope_parameters": _ROPE}
+_SEES = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32}
+ARCHITECTURES: dict[str, dict[str, Any]] = {  # class -> what its configuration says
+    "T5ForConditionalGeneration": {"model_type": "t5", "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, **_WRITES},
+    "WhisperForConditionalGeneration": {
+        "model_type": "whisper", "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 8,
+        **_HALVES, **_WRITES,
+    },
+    "ViTForImageClassification": {"model_type": "vit", "image_size": 32, "patch_size": 8, **_ENCODER},
+    "BertForQuestionAnswering": {"model_type": "bert", "vocab_size": 64, **_ENCODER},
+    "BertForTokenClassification": {"model_type": "bert", "vocab_size": 64, **_ENCODER},
+    "BertForSequenceClassification": {"model_type": "bert", "vocab_size": 64, **_ENCODER},
+    "Qwen2_5_VLForConditionalGeneration": {"model_type": "qwen2_5_vl", "text_config": _TEXT, "vision_config": _SEES},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.filterwarnings("ignore:.* is planned for text alone")
+def test_a_configuration_builds_the_class_that_it_names_with_inputs_of_its_own(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**ARCHITECTURES[name], "architectures": [name]}))
+    model, data = build_model(model_named(str(tmp_path)), 2, 4)
+    assert type(model).__name__ == name and all(value.shape[0] == 2 for value in data.values())
+    assert model(**data).loss.isfinite()
+
+
+def test_images_that_are_not_planned_are_named(tmp_path: Path) -> None:
+    name = "Qwen2_5_VLForConditionalGeneration"
+    (tmp_path / "config.json").write_text(json.dumps({**ARCHITECTURES[name], "architectures": [name]}))
+    with pytest.warns(UserWarning, match=f"{name} is planned for text alone"):
+        build_model(model_named(str(tmp_path)), 2, 4)
+
+
+@pytest.mark.parametrize("name", ["ViTForImageClassification", "LlamaModel", "Nobody", "AutoModel", "system", 3])
+def test_an_architecture_that_is_not_of_this_configuration_is_left_to_its_type(name: object, tmp_path: Path) -> None:
+    assert type(built(tmp_path, {**SMALL, "architectures": [name]})).__name__ == "LlamaForCausalLM"
+
+
+def test_a_model_of_other_inputs_is_told_how_to_be_planned(tmp_path: Path) -> None:
+    sound = {"model_type": "wav2vec2", "vocab_size": 32, **_ENCODER, "architectures": ["Wav2Vec2ForCTC"]}
+    with pytest.raises(ValueError, match=r"found Wav2Vec2ForCTC, which takes input_values: write a file\.py:factory"):
+        built(tmp_path, sound)
+    with pytest.raises(ValueError, match=r"expected .* to say of which size the model's inputs are"):
+        built(tmp_path, {"model_type": "speech_to_text", "architectures": ["Speech2TextForConditionalGeneration"]})
+
+
 def test_code_that_a_configuration_names_is_not_run(tmp_path: Path, connections: list[object]) -> None:
     code = {"AutoConfig": "else/where--file.Config", "AutoModelForCausalLM": "else/where--file.Model"}
     model = built(tmp_path, {**SMALL, "auto_map": code, "trust_remote_code": True, "_name_or_path": "else/where"})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.slow  # it compiles many models
 
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_steps.ipynb"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SMALL = ["--layers", "2", "--width", "64", "--batch", "2", "--seq", "32", "--steps", "3"]
 
@@ -67,3 +70,21 @@ def test_too_small_a_budget_says_what_to_pass(
 
 def test_it_can_be_read_in_one_sitting() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 270
+
+
+def test_the_notebooks_cells_run_and_show_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells)  # of no machine
+    names: dict[str, object] = {}
+    shown = []
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        body = ast.parse("".join(cell["source"])).body
+        last = body.pop() if isinstance(body[-1], ast.Expr) else None
+        exec(compile(ast.Module(body, []), NOTEBOOK.name, "exec"), names)
+        if last is not None:
+            shown.append(eval(compile(ast.Expression(last.value), NOTEBOOK.name, "eval"), names))
+    forecast, report, plan = shown
+    assert forecast.feasible and forecast.advice and forecast._repr_html_()
+    assert report["peak_device_bytes"] <= report["budget_device_bytes"] == 2**20 and plan.decisions
+    losses = [float(line) for line in capsys.readouterr().out.split()]
+    assert len(losses) == 3 and losses[-1] < losses[0]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,10 +132,38 @@ def test_the_wheel_holds_every_module_once_the_timeline_the_c_libraries_and_no_o
     others = [name for name in names if not name.endswith((".py", "py.typed", *PAGE_PARTS)) and ".dist-info/" not in name]
     libraries = {"mtcompile/runtime/optim/_update", "mtcompile/passes/planning/figures/_figures"}
     built = [name.partition(".")[0] for name in others]
+    assert all(name.count(".") == 1 for name in others) and "-py3-none-" in wheel.name  # of no Python version
     assert len(built) == len(set(built)) and {min(libraries)} <= set(built) <= libraries, others
     assert {*built} == libraries or not shutil.which("gcc") or sys.platform != "linux", "gcc is here, and did not build both"
     program = "import mtcompile.passes, mtcompile.runtime; print(mtcompile.runtime.__file__)"
     assert output_of(program, wheel, tmp_path).startswith(str(wheel))
+
+
+@pytest.mark.slow
+def test_the_sdist_holds_the_tests_and_what_they_read_and_nothing_that_was_built(tmp_path: Path) -> None:
+    kept = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if kept.returncode:
+        pytest.skip("not a checkout")
+    files = set(kept.stdout.split("\n")) - {"", *(f"mtcompile/{link}" for link in LINKS)}
+    for name in files:
+        if (ROOT / name).is_file():
+            (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / "checkout" / name)
+    program = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "checkout", capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (path,) = tmp_path.glob("mtcompile-*.tar.gz")
+    with tarfile.open(path) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
+    assert files <= held, sorted(files - held)[:9]
+    assert not [
+        name for name in held - files if not name.startswith("mtcompile.egg-info/") and name not in ("PKG-INFO", "setup.cfg")
+    ]
+
+
+def test_continuous_integration_runs_what_a_developer_runs() -> None:
+    assert re.search(r"run: \.ci/run$", (ROOT / ".github/workflows/ci.yml").read_text(), re.M)
+    assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
 def test_every_pinned_version_is_installed_by_hash() -> None:

@@ -218,7 +218,7 @@ def test_a_page_and_a_forecast_give_one_step_time() -> None:
     assert planned.planned is not None and planned.update_us > 0
     made = data.picture(planned.planned.schedule, plan=planned.planned.plan)
     assert made["step"].startswith(f"{time_of(planned.step_time_us)} a step planned")
-    assert f"fits: {time_of(planned.step_time_us)} a step" in str(planned)
+    assert f": {time_of(planned.step_time_us)} a step" in str(planned)
 
 
 def test_packing_keeps_times_to_the_nanosecond() -> None:

@@ -71,6 +71,11 @@ class Chain:
     nodes: tuple[fx.Node, ...]
     nbytes: int
 
+    @property
+    def saved_nbytes(self) -> int:
+        """The bytes that a kernel of the chain moves less than its operations one by one."""
+        return self.nbytes - _moved_nbytes(self.kernel)
+
 
 def chains_of(body: fx.GraphModule, is_excluded: Excluded) -> list[Chain]:
     """Returns the chains of a body that are worth a kernel. ``is_excluded``: tells which operations have to stay eager though
@@ -79,7 +84,7 @@ def chains_of(body: fx.GraphModule, is_excluded: Excluded) -> list[Chain]:
     outputs = {node for node in body_outputs(body) if isinstance(node, fx.Node)}
     for nodes in _connected(body.graph, is_excluded):
         chain = _chain(nodes, outputs, owner, kernels)
-        if sum(not _is_made(node) for node in nodes) > 1 and chain.nbytes - _moved_nbytes(chain.kernel) >= _LEAST_NBYTES:
+        if sum(not _is_made(node) for node in nodes) > 1 and chain.saved_nbytes >= _LEAST_NBYTES:
             chains.append(chain)
     return chains
 

@@ -71,7 +71,7 @@ class _Result(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL:
     """Loads the library. Raises ImportError if it was not built here, or was built from other sources."""
-    paths = (Path(__file__).with_name("_figures" + suffix) for suffix in EXTENSION_SUFFIXES)
+    paths = (Path(__file__).with_name("_figures" + suffix) for suffix in reversed(EXTENSION_SUFFIXES))
     path = next((path for path in paths if path.is_file()), None)
     try:
         found = "none" if path is None else ctypes.CDLL(str(path))
