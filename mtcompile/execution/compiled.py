@@ -74,13 +74,6 @@ class CompiledStep:
     slot_views: dict[str, torch.Tensor] = field(default_factory=dict)
     completed_phases: set[Phase] = field(default_factory=set)
 
-    @property
-    def new_on_device_nbytes(self) -> int:
-        """The bytes of gradients that a backward leaves on the device, if its plan counts none of earlier ones there."""
-        buffers = self.schedule.buffers
-        made = (buffers[name] for spec, name in self.outputs if spec.kind == "grad")
-        return 0 if self.problem.budgets.sums else sum(buffer.nbytes for buffer in made if buffer.tier == "device")
-
     def tangents_of(self, gradients: Sequence[torch.Tensor | None]) -> Pattern:
         """The tangents of gradients that arrive: those that this step was traced for, as far as it fits."""
         pattern: list[bool | tuple[int, ...]] = [gradient is not None for gradient in gradients]

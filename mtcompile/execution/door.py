@@ -134,10 +134,6 @@ class Door(RunnablePlacement, Protocol):
         """Surrounds a backward. ``node``: its node in autograd's graph. Raises StepError if it cannot start."""
         return nullcontext()
 
-    def uncounted_nbytes(self, frame: Frame) -> Mapping[str, int]:
-        """Returns the bytes by tier of the gradients that a backward adds to, if its plan does not count them."""
-        return {}
-
     def may_run_again(self) -> bool:
         """Tells whether a backward that has failed has changed nothing."""
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from mtcompile.optim.state_sizes import average_copies, is_elementwise, master_s
 from mtcompile.optim.training_state import state_moved, training_nbytes
 from mtcompile.optim.wholeness import Wholeness
 from mtcompile.options import Options
-from mtcompile.passes.analysis.state import Budgets, persistent_nbytes, update_staging_nbytes
+from mtcompile.passes.analysis.state import Budgets, update_staging_nbytes
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
 from mtcompile.references import weakly, with_hooks
@@ -61,7 +61,6 @@ class ModelDoor(Door):
         elif self.masters is not None:
             self.masters.updating = self.wholeness.updating
         self.disk: DiskState | None = None
-        # Whether the next backward is not the last of its step; whether steps have had several, so that plans count their sums.
         self._goes_on = self._adds_up = False
         self._beside = 0  # device bytes beside the step that was planned last
         self.sent_nbytes = 0  # bytes of the arguments, which are on the device during the call
@@ -86,7 +85,9 @@ class ModelDoor(Door):
     def add_up(self, goes_on: bool) -> None:
         """Takes note whether another backward adds to the gradients of the next one before they are used. Raises StepError
         where updates cannot take such sums."""
-        if goes_on and self.updates is not None and (self.options.disk is not None or not self.alone):
+        if self.updates is None:
+            return
+        if goes_on and (self.options.disk is not None or not self.alone):
             what = "disk=" if self.options.disk is not None else "several ranks"
             raise StepError(
                 f'the loop adds up gradients of several backwards, which update="backward" does not do with {what}. Expected '
@@ -291,7 +292,7 @@ class ModelDoor(Door):
 
     def plan_key(self) -> Hashable:
         if self.updates is None:
-            return self._adds_up
+            return None
         return self.updates.parameter_ids(), self.updates.options, self._goes_on, self._adds_up
 
     @contextlib.contextmanager
@@ -302,9 +303,7 @@ class ModelDoor(Door):
 
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Lets a forward take the place of earlier ones that wait for a backward, where that would update parameters: in one
-        step, only one may. Without updates, takes note whether the backward will add to gradients."""
-        if self.updates is None and not self._adds_up:
-            self._adds_up = bool(self.frames.waiting()) or _have_gradients(inputs.values())
+        step, only one may."""
         if self.updating is not None and self.updating.before_forward(inputs):
             for frame in self.frames.waiting():
                 if fragments.updated_by(frame.compiled.step):
@@ -340,16 +339,6 @@ class ModelDoor(Door):
     def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         if self.masters is not None:
             self.masters.widen(t for t, gradient in zip(inputs, gradients, strict=True) if gradient is not None)
-
-    def uncounted_nbytes(self, frame: Frame) -> Mapping[str, int]:
-        compiled = frame.compiled
-        if self.updates is not None or compiled.problem.budgets.sums or not _have_gradients(frame.inputs):
-            return {}
-        self._adds_up = True  # for later plans
-        step, plan = compiled.problem.step, compiled.plan
-        more, held = self.constraints(step)[0], persistent_nbytes(step, plan, compiled.problem.budgets)
-        counted = replace(compiled.problem.budgets, sums=more.sums)
-        return {tier: nbytes - held[tier] for tier, nbytes in persistent_nbytes(step, plan, counted).items()}
 
     def may_run_again(self) -> bool:
         return self.updates is None or not self.updates.has_updated
@@ -432,8 +421,3 @@ class ModelDoor(Door):
 def _trains(graph: fx.GraphModule) -> bool:
     """Tells whether a joint or step graph computes gradients."""
     return any(spec.kind == "grad" for spec in graph.meta["outputs"])
-
-
-def _have_gradients(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tells whether a backward would add to the gradient of a parameter among ``tensors``."""
-    return any(isinstance(tensor, nn.Parameter) and tensor.grad is not None for tensor in tensors)

@@ -272,9 +272,7 @@ class Session:
         pattern = frame.compiled.tangents_of(tangents)
         autocast = enabled_autocast(self.device.where)
         expected = captured.description.backward_autocast
-        again = (
-            frame.evicted or pattern != frame.compiled.tangents or autocast != expected or not self._has_room_for_sums(frame)
-        )
+        again = frame.evicted or pattern != frame.compiled.tangents or autocast != expected
         check_versions(frame, captured.description, again)
         description = replace(captured.description, backward_autocast=autocast)
         traced = replace(captured, description=description, tangents=pattern)
@@ -294,16 +292,6 @@ class Session:
                 return self.runner.backward(frame, tangents)
 
         return with_retry(self, lambda retried: run(again or retried), self.door.may_run_again)
-
-    def _has_room_for_sums(self, frame: Frame) -> bool:
-        """Tells whether there is room for the gradients that a backward adds to and its plan does not count."""
-        peaks, limits = frame.compiled.schedule.peak_nbytes, frame.compiled.problem.budgets.nbytes
-        for tier, nbytes in self.door.uncounted_nbytes(frame).items():
-            if (limit := limits[tier]) is not None and peaks[tier] + nbytes > limit:
-                return False
-            if tier == "device":
-                self.note_planned(peaks[tier] + nbytes + self.frames.nbytes())
-        return True
 
     def _make_room_beside(self, frame: Frame) -> None:
         """Evicts the other forwards if a backward would not fit beside them, since it runs in another order than the plans
@@ -416,7 +404,7 @@ class Session:
     def note_host_bytes(self, compiled: CompiledStep | None) -> None:
         """Updates the host peak with the memory held now: the training state that is neither on the device nor on disk, the
         arena, and what requests to the disk go through."""
-        resident = 0 if compiled is None else compiled.schedule.resident_nbytes.get("device", 0) + compiled.new_on_device_nbytes
+        resident = compiled.schedule.resident_nbytes.get("device", 0) if compiled else 0
         state = max(0, sum(self.door.state_nbytes().values()) - resident - self.door.on_disk_nbytes())
         beside = self.arenas.all_host_nbytes() + self.door.disk_staging_nbytes()
         self.peak_host_bytes = max(self.peak_host_bytes, state + beside)
