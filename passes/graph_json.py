@@ -204,7 +204,7 @@ def _module(data: Mapping[str, Any]) -> fx.GraphModule:
         if place is not None:
             node.meta["stack_trace"] = str(place)
     module = LazyGraphModule(owner, graph, class_name=_identifier(data["name"] or "Step"))
-    if data["step"]["inputs"]:
+    if data["step"]["device"]:  # a kernel has none; a part of a forward may have no inputs
         module.meta.update(
             inputs=tuple(_input_spec(row) for row in data["step"]["inputs"]),
             outputs=tuple(OutputSpec(**row) for row in data["step"]["outputs"]),

@@ -126,6 +126,16 @@ def test_in_parts_any_other_source_is_read_as_in_a_plain_run_or_refused(source: 
         assert actual == run(plain)
 
 
+@pytest.mark.filterwarnings("ignore:the forward is compiled in parts")
+def test_a_part_without_inputs_is_remembered_for_the_next_model() -> None:
+    values = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        model: Any = mtcompile.compile(Model(REFUSED["own generator in place"]), memory="1GiB", device="cpu")
+        values.append(float(model(torch.ones(4, 8))))
+    assert values[0] == values[1]
+
+
 @pytest.mark.parametrize("policy", ["fastest", "checkpoint-all"])
 def test_every_way_to_draw_from_the_default_generator_is_a_plain_runs(policy: str) -> None:
     class Draws(Model):
