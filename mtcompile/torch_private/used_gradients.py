@@ -22,11 +22,11 @@ _NEAR = 1e-4  # of two factors: norms may have been added up in another order
 
 @dataclass(slots=True)
 class Clipping:
-    """What a backward has done to its gradients that a loop would do after it, by ``clip_grad_norm_``. ``norms``: of gradients,
-    by the names of their parameters; empty if nobody asked for them. ``factor``: what all were multiplied by; None: nothing
-    was. ``is_asked``: the model was told to clip, so a loop need not. ``expected``: what the loop may do, in words. ``skips``:
-    no update was made. ``confirmed``: the parameters whose gradients the loop has multiplied by ``factor``. ``wait``: for the
-    updates, and what they write here."""
+    """The clipping that a backward has done for a loop, which would call ``clip_grad_norm_`` after it. ``norms``: of gradients
+    (value, dtype, device), by the names of their parameters; empty if nobody asked for them. ``factor``: what all were
+    multiplied by; None: nothing was. ``is_asked``: the model was told to clip, so a loop need not. ``expected``: what the loop
+    may do, in words. ``skips``: no update was made. ``confirmed``: the parameters whose gradients the loop has multiplied by
+    ``factor``. ``wait``: for the updates, and what they write here."""
 
     norms: dict[str, tuple[float, torch.dtype, torch.device]] = field(default_factory=dict)
     factor: float | None = None

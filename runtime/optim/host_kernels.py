@@ -14,7 +14,6 @@ import ctypes
 import functools
 import math
 from collections.abc import Sequence
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from mtcompile.runtime.devices.arena import overlaps, span_nbytes
+from mtcompile.runtime.libraries import built_library
 from mtcompile.runtime.optim import torch_kernels
 from mtcompile.runtime.optim.formula import KINDS, Update
 from mtcompile.runtime.optim.operands import LAYOUTS, Layout, Operands
@@ -108,8 +108,7 @@ def _threads(elements: int, spared: int = 0) -> int:
 
 def built() -> Path | None:
     """The path of the library that was built when mtcompile was installed; None without one."""
-    paths = (Path(__file__).with_name("_update" + suffix) for suffix in reversed(EXTENSION_SUFFIXES))
-    return next((path for path in paths if path.is_file()), None)
+    return built_library(Path(__file__).with_name("_update"))
 
 
 @functools.cache

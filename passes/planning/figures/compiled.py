@@ -7,7 +7,6 @@ import functools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES
 from operator import and_
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from mtcompile.passes.memo import remembered
 from mtcompile.passes.plan import Choice, Plan, Updates
 from mtcompile.passes.planning.figures.layout import COLLECTIVES, PER_LEAVING, Layout
 from mtcompile.passes.planning.figures.summary import Summary
+from mtcompile.runtime.libraries import built_library
 from mtcompile.runtime.schedule import ALIGNMENT
 
 _VERSION = 12  # of the interface of c/
@@ -71,8 +71,7 @@ class _Result(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL:
     """Loads the library. Raises ImportError if it was not built here, or was built from other sources."""
-    paths = (Path(__file__).with_name("_figures" + suffix) for suffix in reversed(EXTENSION_SUFFIXES))
-    path = next((path for path in paths if path.is_file()), None)
+    path = built_library(Path(__file__).with_name("_figures"))
     try:
         found = "none" if path is None else ctypes.CDLL(str(path))
     except OSError as error:  # built for another system
