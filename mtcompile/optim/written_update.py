@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from mtcompile.runtime.optim.operands import Operands
 
 Row = tuple[nn.Parameter, Tensor, Mapping[str, Any]]  # a parameter, its gradient and the options of its group
 _SUPPORTED = ("AdamW", "Adam", "SGD")  # torch.optim classes whose arithmetic is written down
+_NORM_PIECE = 1 << 16  # elements: in fp32 they stay in a core's cache
 
 
 def written_update(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any], scale: float) -> Update:
@@ -51,6 +53,18 @@ def prepared_update(
 def flat(tensor: Tensor) -> Tensor:
     """A 1-D view of all elements in their order in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def norm_in_fp32(gradient: Tensor) -> Tensor:
+    """Returns the norm of a gradient of parameters with masters, in fp32. On the CPU, where torch would cast all of it at once,
+    one of 16 bits is summed in pieces, in their order in memory."""
+    if gradient.dtype == torch.float32 or gradient.device.type != "cpu":
+        return torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    in_order = gradient.permute(sorted(range(gradient.dim()), key=gradient.stride, reverse=True)).reshape(-1)
+    # numpy's memory is no device's: an emulated one has no more than a GPU, which casts nothing
+    room = torch.from_numpy(np.empty(min(in_order.numel(), _NORM_PIECE), np.float32))
+    norms = [torch.linalg.vector_norm(room[: len(piece)].copy_(piece)) for piece in in_order.split(_NORM_PIECE)]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def count_step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, steps: int = 1) -> None:

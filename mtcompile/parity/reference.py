@@ -15,6 +15,7 @@ from mtcompile.api import compile, master_parameters
 from mtcompile.capture.arguments import micro_batches
 from mtcompile.errors import BudgetError
 from mtcompile.optim.master_weights import cast
+from mtcompile.optim.written_update import norm_in_fp32
 from mtcompile.parity.workload import TrainingSetup, Workload, loss_of, on_device
 from mtcompile.passes.generators import generator_state, set_generator_state
 from mtcompile.passes.joint.loss_weights import MEAN, SUM
@@ -168,7 +169,7 @@ class PlainSide(Side):
     def _clip_in_fp32(self, max_norm: float) -> None:
         """Clips like ``update="backward"`` with fp32 masters: torch would round the norm of bf16 gradients to bf16."""
         parameters = [p for p in self.owner.parameters() if p.grad is not None]
-        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in parameters]
+        norms = [norm_in_fp32(p.grad) for p in parameters if p.grad is not None]
         factor = (max_norm / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
         for parameter in parameters:
             assert parameter.grad is not None

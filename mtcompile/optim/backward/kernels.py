@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from mtcompile.errors import StepError
 from mtcompile.optim.disk_state import REMAINDER, DiskState, OnDisk, Staged
 from mtcompile.optim.master_weights import Masters
 from mtcompile.optim.update_options import UpdateOptions
-from mtcompile.optim.written_update import count_step
+from mtcompile.optim.written_update import count_step, norm_in_fp32
 from mtcompile.passes.step_graph import Fragment, gradient_norms, gradient_scale, update
 from mtcompile.runtime.optim import host_kernels
 from mtcompile.torch_private import Clipping, gradient_norm, total_norm
@@ -63,9 +62,7 @@ class Backward:
     id, the index of its group in the optimizer and the group's options as they were at the start. ``threads``: of the caller,
     whatever thread the backward runs in. ``disk``: of parameters that are there; ``shares``: of those that lie once for all
     ranks of the host; ``fragments``: of those that are updated in fragments. ``coming``: the parameters and fragments that the
-    host updates after those of its current update, in order. ``cast_rooms``: by thread, for gradients on the
-    host that are cast for their norm, until all norms are there. ``has_updated``: whether anything but what is on disk
-    has changed. ``entries``: of parameters on disk whose updates have begun, their entries in the optimizer before;
+    host updates after those of its current update, in order. ``has_updated``: whether anything but what is on disk has changed. ``entries``: of parameters on disk whose updates have begun, their entries in the optimizer before;
     ``carried_nbytes``: of the disk, then. ``clipping``: for a loop that clips; ``notes_norms``: whether it wants norms of
     gradients whose updates do not need them. ``sums``: by the names of parameters, of gradients of backwards before this one in
     its step; ``added``: the parameters and fragments whose gradients are in them now.
@@ -88,7 +85,6 @@ class Backward:
     shares: Shares | None = None
     fragments: InFragments | None = None
     coming: Sequence[str] = ()
-    cast_rooms: dict[int, Tensor] = field(default_factory=dict)
     entries: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     added: set[str] = field(default_factory=set)
@@ -146,26 +142,14 @@ def _norms(backward: Backward, names: tuple[str, ...], *grads: Tensor) -> tuple[
 
 def _norms_of(backward: Backward, grads: Sequence[Tensor]) -> Tensor:
     result = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-    casts = [backward.masters is not None and g.dtype != torch.float32 and g.device.type == "cpu" for g in grads]
-    largest = max((g.numel() for g, is_cast in zip(grads, casts, strict=True) if is_cast), default=0)
-    thread = threading.get_ident()
-    room = backward.cast_rooms.get(thread)
-    if room is None or room.numel() < largest:  # one for all casts: touching new pages takes longer than the norm
-        room = backward.cast_rooms[thread] = torch.empty(largest, dtype=torch.float32)
-    norms = []
-    for g, is_cast in zip(grads, casts, strict=True):
-        if is_cast:
-            g = torch.as_strided(room, g.shape, torch.empty_like(g, device="meta").stride()).copy_(g)
-        norm = gradient_norm(g) if backward.masters is None else torch.linalg.vector_norm(g, dtype=torch.float32)
-        norms.append(norm.to(result))
-    return torch.stack(norms)
+    norm = gradient_norm if backward.masters is None else norm_in_fp32
+    return torch.stack([norm(g).to(result) for g in grads])
 
 
 def _clip_factor(backward: Backward, names: tuple[str, ...], *norms: Tensor) -> tuple[Tensor]:
     """``max_grad_norm`` over the norm of all gradients, at most 1; summed in the order of the model's parameters, as torch's
     clip_grad_norm_ does it where there are no fp32 masters."""
     limit = backward.options.max_grad_norm
-    backward.cast_rooms.clear()
     joined = torch.cat(norms)
     by_name = dict(zip(names, joined, strict=True))
     wide = backward.masters is not None

@@ -179,10 +179,8 @@ class UpdatesInBackward:
             updated = kernel(backward, names, *values)
             for name in names if kernel is KERNELS[update] else ():
                 backward.sums.pop(name, None)
-            if coming is not None and not coming:
-                backward.cast_rooms.clear()
-                if self.disk is not None:
-                    self.disk.finish()
+            if coming is not None and not coming and self.disk is not None:
+                self.disk.finish()
             return updated
 
     # -------------------------------------------------------------------------------------------------- of one backward
