@@ -18,12 +18,13 @@ import mtcompile
 from mtcompile.errors import StepError
 from mtcompile.models.decoders import Decoder, fake
 from mtcompile.models.shapes import Shape
+from mtcompile.optim.written_update import norm_in_fp32
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.runtime.optim import host_kernels
 from mtcompile.runtime.optim.host_kernels import nonfinite
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.verify import ScheduleError, verify
-from mtcompile.torch_private import UsedGradient
+from mtcompile.torch_private import UsedGradient, cpu_allocator_peak
 from tests.helpers.decoder import adamw, batch, same, state
 from tests.helpers.decoder import small_decoder as made
 from tests.helpers.stacks import Residual
@@ -143,6 +144,16 @@ def test_the_norm_of_masters_gradients_is_fp32() -> None:
     model(**batch(0)).backward()
     assert model.grad_norm == float(wanted)
     del bound
+
+
+def test_that_norm_takes_no_room_of_the_gradients_size() -> None:
+    grad = torch.randn(1000, 3000, dtype=torch.bfloat16)
+    with cpu_allocator_peak() as peak:
+        norm = norm_in_fp32(grad)
+    assert peak.nbytes is not None and peak.nbytes < 2**14
+    assert math.isclose(norm, grad.double().norm(), rel_tol=1e-6)
+    assert torch.equal(norm_in_fp32(grad.t()), norm)  # summed in the order in memory
+    assert torch.equal(norm_in_fp32(grad[:, :50]), norm_in_fp32(grad[:, :50].contiguous()))
 
 
 _OPTIMIZERS: dict[str, Optimizer] = {

@@ -62,10 +62,11 @@ class Backward:
     id, the index of its group in the optimizer and the group's options as they were at the start. ``threads``: of the caller,
     whatever thread the backward runs in. ``disk``: of parameters that are there; ``shares``: of those that lie once for all
     ranks of the host; ``fragments``: of those that are updated in fragments. ``coming``: the parameters and fragments that the
-    host updates after those of its current update, in order. ``has_updated``: whether anything but what is on disk has changed. ``entries``: of parameters on disk whose updates have begun, their entries in the optimizer before;
+    host updates after those of its current update, in order. ``has_updated``: whether anything but what is on disk has
+    changed. ``entries``: of parameters on disk whose updates have begun, their entries in the optimizer before;
     ``carried_nbytes``: of the disk, then. ``clipping``: for a loop that clips; ``notes_norms``: whether it wants norms of
-    gradients whose updates do not need them. ``sums``: by the names of parameters, of gradients of backwards before this one in
-    its step; ``added``: the parameters and fragments whose gradients are in them now.
+    gradients whose updates do not need them. ``sums``: by the names of parameters, of gradients of backwards before this one
+    in its step; ``added``: the parameters and fragments whose gradients are in them now.
     """
 
     number: int
