@@ -1,8 +1,9 @@
-"""Pages of host memory: huge ones where the system grants them."""
+"""Pages of host memory: huge ones where the system grants them, and those that nobody uses any more."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 
 
@@ -22,3 +23,9 @@ def pages(nbytes: int, forked: bool = False) -> mmap.mmap:
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def give_back() -> None:
+    """Gives the system the pages that the C library keeps for later. Of tensors below 32 MiB it would keep them all."""
+    with contextlib.suppress(OSError, AttributeError):  # of another library, or of macOS
+        ctypes.CDLL(None).malloc_trim(0)

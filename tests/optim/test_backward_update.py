@@ -151,7 +151,7 @@ def test_that_norm_takes_no_room_of_the_gradients_size() -> None:
     with cpu_allocator_peak() as peak:
         norm = norm_in_fp32(grad)
     assert peak.nbytes is not None and peak.nbytes < 2**14
-    assert math.isclose(norm, grad.double().norm(), rel_tol=1e-6)
+    assert math.isclose(norm, grad.double().norm(), rel_tol=1e-5)
     assert torch.equal(norm_in_fp32(grad.t()), norm)  # summed in the order in memory
     assert torch.equal(norm_in_fp32(grad[:, :50]), norm_in_fp32(grad[:, :50].contiguous()))
 

@@ -20,8 +20,11 @@ from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk.direct import DirectReader
 from mtcompile.runtime.disk.requests import whole_blocks
 from mtcompile.runtime.disk.store import DiskStore
+from mtcompile.runtime.pages import give_back
 from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import on_device, shares_storage, storage_holders, storage_id
+
+_MOST_KEPT = 64 << 20  # bytes of freed memory that need not go back to the system
 
 
 @dataclass(slots=True)
@@ -129,6 +132,7 @@ class ParameterStore:
     def adopt(self, blocks: Mapping[str, str], tiers: Mapping[str, str], parameters: Mapping[str, torch.nn.Parameter]) -> None:
         """Moves every named parameter without a home into its block's slab, and every slab to its tier."""
         self._let_leave(tiers)
+        kept = 0  # bytes that the C library may keep of what parameters had
         for wanted, names in self._without_home(blocks, parameters).items():
             # A block that already has a slab gets another one, on the host: the first program did not plan for it.
             block, tier = (wanted, tiers[wanted]) if wanted not in self.slabs else (f"{wanted}+{len(self.slabs)}", "host")
@@ -145,6 +149,10 @@ class ParameterStore:
                 if name in offsets:
                     self._give_home(self.places[name], layout_of(parameter.data), offsets[name])
                     self._move_in(self.places[name], filled)
+            kept += nbytes
+            if kept > _MOST_KEPT:
+                give_back()
+                kept = 0
         for block, slab in self.slabs.items():
             if slab.tier == "host" and tiers.get(block) == "disk":
                 self._send_to_disk(block, slab)
