@@ -3,6 +3,7 @@
 # make test    lint, types, all tests
 # make long    some of them with more values, budgets and machines
 # make soak    ten thousand steps, a hundred models, ten minutes of faults: does anything differ or grow? (ARGS="--minutes 60")
+# make big     three steps of 3 billion parameters in 11 GiB, their state on disk, under two budgets: the same bits?
 # make fuzz    ten minutes of inputs that nobody wrote, for every reader of files (ARGS="--minutes 60")
 # make fuzz-loops  random training loops, each compared with plain PyTorch, until Ctrl-C (ARGS="--minutes 60")
 # make coverage  other people's models, plainly and compiled, into docs/coverage.md (ARGS="--only 'causal/*'"): hours
@@ -41,7 +42,7 @@ PYTEST := $(KEPT) MT_CACHE=$$(mktemp -d) OMP_NUM_THREADS=1 $(BIN)/python -m pyte
 TYPES  := $(BIN)/mypy --cache-dir $(abspath $(VENV))/mypy-cache -p mtcompile | sed -E 's,^mtcompile/(passes|runtime)/,\1/,'
 BOUNDED := -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 
-.PHONY: demo check test long soak fuzz fuzz-loops coverage gpu env lint types clean
+.PHONY: demo check test long soak big fuzz fuzz-loops coverage gpu env lint types clean
 .DEFAULT_GOAL := check
 
 # Its matrices are small: a second thread mostly spins, and on a busy machine it slows every step down many times.
@@ -64,6 +65,9 @@ long: $(READY)
 
 soak: $(READY)
 	@OMP_NUM_THREADS=1 MT_CACHE=$$(mktemp -d) $(BIN)/python -m benchmarks.soak $(filter-out --compare,$(ARGS))
+
+big: $(READY)
+	@MT_CACHE=$$(mktemp -d) $(BIN)/python -m benchmarks.big $(filter-out --compare,$(ARGS))
 
 fuzz: $(READY)
 	@$(PIP) install atheris

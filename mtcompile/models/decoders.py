@@ -75,6 +75,12 @@ def fake(shape: Shape) -> Decoder:
         torch.set_default_dtype(before)
 
 
+def initial_values(parameter: nn.Parameter) -> Tensor:
+    """Returns what training starts from, as in the published models: normal with a deviation of 0.02; norms: ones."""
+    values = torch.empty(parameter.shape, dtype=parameter.dtype)
+    return values.normal_(std=0.02) if parameter.dim() > 1 else values.fill_(1.0)
+
+
 def parameter_counts(shape: Shape) -> tuple[int, int]:
     """Returns the number of parameters, and of those in matrix products: all but the embedding's, unless the head uses it."""
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

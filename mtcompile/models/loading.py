@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from mtcompile.capture.refusals import first_line
 from mtcompile.errors import did_you_mean, nearest_file
-from mtcompile.models.decoders import fake
+from mtcompile.models.decoders import fake, initial_values
 from mtcompile.models.examples import example_inputs, takes_labels
+from mtcompile.models.placing import Room, home_for, registered_parameters_on, with_values
 from mtcompile.models.shapes import SHAPES, check_config, check_shape
 from mtcompile.reading import FEW_NBYTES, parsed_json, read_text
 
@@ -55,12 +56,22 @@ def build_model(model: str | Callable[[int, int], Any], batch: int, seq: int) ->
     return fake(_shape(model)), {"tokens": tokens, "targets": targets}
 
 
-def language_model(text: str) -> tuple[nn.Module, int]:
+def language_model(text: str, room: Room, masters: bool = False) -> tuple[nn.Module, int]:
     """Builds a built-in shape, or a model of a Hugging Face configuration, as a module that takes (tokens, targets) and returns
-    the mean loss. Returns it and the size of its vocabulary. Raises ValueError."""
-    if not text.endswith(".json"):
-        return fake(_shape(text)), _shape(text).vocabulary
-    model = _causal_model(text)
+    the mean loss, with random weights. They go to the disk of ``room`` if its memory does not hold them and their
+    ``masters``, if there will be any. Returns it and the size of its vocabulary. Raises ValueError, BudgetError and
+    DiskError."""
+    built_in, folder = not text.endswith(".json"), None
+    with torch.device("meta" if built_in or room.disk is not None else "cpu"):
+        model: Any = fake(_shape(text)) if built_in else _causal_model(text)
+    if room.disk is not None:
+        sizes = [p.numel() * (4 if masters else p.element_size()) for p in model.parameters()]
+        folder = home_for(f"make {text}", sizes, max(sizes), torch.float32 if masters else None, room)
+    if built_in:
+        return with_values(model, initial_values, folder), _shape(text).vocabulary
+    if room.disk is not None:
+        with registered_parameters_on(folder):
+            model = _causal_model(text)
     return LanguageModel(model), int(model.config.vocab_size)
 
 

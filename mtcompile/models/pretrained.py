@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from mtcompile import knobs
 from mtcompile.api import compile
 from mtcompile.capture.refusals import first_line
 from mtcompile.checkpoint.provenance import note_origin
 from mtcompile.checkpoint.shards import StoredTensor, stored_tensors
-from mtcompile.errors import BudgetError, CheckpointError
-from mtcompile.machine.system_files import memory_rooms, smallest_room
+from mtcompile.errors import CheckpointError
 from mtcompile.models.loading import configuration
-from mtcompile.optim.own_files import in_own_file, is_in_own_file
+from mtcompile.models.placing import SMALL, Room, home_for, registered_parameters_on
+from mtcompile.optim.own_files import in_own_file
 from mtcompile.optim.precision import Precision, precision_named
-from mtcompile.options import DiskBudget, parse_disk
 from mtcompile.runtime.disk.errors import DiskError
-from mtcompile.runtime.disk.file import free_nbytes
-from mtcompile.runtime.disk.requests import whole_blocks
-from mtcompile.runtime.schedule import gib
-from mtcompile.sizes import parse_bytes
 
 _MOST_NAMES = 8  # that an error lists
-_SMALL = 1 << 14  # bytes of tensors that stay in memory beside weights on disk
-
-
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """The room for weights: ``host`` bytes of memory (None: what is free) and, if they are too few, a disk."""
-
-    host: int | None
-    disk: DiskBudget | None
 
 
 def from_pretrained(
@@ -84,7 +66,7 @@ def from_pretrained(
     if isinstance(allow_new, str):
         raise TypeError(f"expected allow_new to be a list of names, found text: pass allow_new=[{allow_new!r}]")
     tensors = stored_tensors(folder)
-    room = _Room(parse_bytes(options.get("host"), "host"), parse_disk(options.get("disk")))
+    room = Room.of(options.get("host"), options.get("disk"))
     if isinstance(model, nn.Module):
         loaded, new = _into_module(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), room, allow_new)
     else:
@@ -107,59 +89,6 @@ def _dtype(given: torch.dtype | str) -> torch.dtype | None:
     return None if given == "auto" else named
 
 
-def _home(folder: Path, sizes: Iterable[int], widest: int, dtype: torch.dtype | None, room: _Room) -> Path | None:
-    """Returns the folder on disk where weights of these bytes go; None for host memory, if they fit there with one tensor of
-    ``widest`` bytes beside them. Raises BudgetError."""
-    sizes = list(sizes)
-    rooms, nbytes, needed = memory_rooms(), sum(sizes), sum(sizes) + widest
-    if room.host is not None:
-        rooms["in the budget host="] = room.host
-    smallest = smallest_room(rooms)
-    if smallest is None or needed <= smallest[1]:
-        return None
-    limit, free = smallest
-    kind = "of several dtypes" if dtype is None else f"as {str(dtype).removeprefix('torch.')}"
-    if room.disk is not None:
-        _check_disk(folder, sizes, widest, kind, room.disk, smallest)
-        return room.disk.folder
-    shortage = (
-        f"expected {gib(needed)} of host memory to load {folder} ({gib(nbytes)} of weights {kind}, and the largest tensor "
-    )
-    half = nbytes // 2 + widest
-    step = f"free {gib(needed - free)} more, or use a machine that has them"
-    if limit.startswith("in the budget"):
-        step = f'host="{-(-needed // 2**20)}MiB"'
-    elif dtype == torch.float32 and half <= free:
-        step = f'precision="bf16", which takes {gib(half)}'
-    raise BudgetError(
-        f"{shortage}while it is read), found {gib(free)} {limit}. Nothing was read. Try: {step}, or a disk: "
-        'host="SIZE", disk="/path:SIZE"',
-        needed,
-    )
-
-
-def _check_disk(folder: Path, sizes: list[int], widest: int, kind: str, disk: DiskBudget, smallest: tuple[str, int]) -> None:
-    """Raises BudgetError if weights cannot go to the disk: what stays in memory has no room there, or they have none on it.
-    ``kind``: of numbers; ``smallest``: what limits the memory, and the bytes of it."""
-    limit, free = smallest
-    if (least := 2 * widest + sum(size for size in sizes if size < _SMALL)) > free:
-        raise BudgetError(
-            f"expected {gib(least)} of host memory to load {folder} to disk={disk.folder} (twice the largest tensor "
-            f"{kind}, while it is converted), found {gib(free)} {limit}. Nothing was read. Pass or free so much",
-            least,
-            "host",
-        )
-    on_disk, there = sum(map(whole_blocks, sizes)), min(disk.nbytes, free_nbytes(disk.folder))
-    if on_disk > there:
-        raise BudgetError(
-            f"expected room for {gib(on_disk)} on disk={disk.folder} to load {folder} (weights {kind}), which host memory "
-            f"has no room for, found {gib(there)}. Nothing was read. Until the first step has moved them, weights are there "
-            "beside what its plan puts there. Pass a larger size, or free space there",
-            on_disk,
-            "disk",
-        )
-
-
 # ------------------------------------------------------------------------------------------------------------ Transformers
 
 
@@ -168,7 +97,7 @@ def _of_transformers(
     tensors: Mapping[str, StoredTensor],
     model: Any,
     dtype: torch.dtype | None,
-    room: _Room,
+    room: Room,
     allow_new: Collection[str],
 ) -> tuple[Any, list[str]]:
     """Returns the model that Transformers makes of the folder's configuration, and of tensors read when it asks for them; and
@@ -187,9 +116,9 @@ def _of_transformers(
     model_class = _model_class(model, config)
     _refuse_other_numbers(folder, tensors, model_class, config)
     widest = max((each.nbytes_as(dtype) for each in tensors.values()), default=0)  # layouts of older files are converted
-    home = _home(folder, [each.nbytes_as(dtype) for each in tensors.values()], widest, dtype, room)
+    home = home_for(f"load {folder}", [each.nbytes_as(dtype) for each in tensors.values()], widest, dtype, room)
     try:
-        with knobs.transformers_load_in_order(), _registered_parameters_on(home):
+        with knobs.transformers_load_in_order(), registered_parameters_on(home):
             loaded, found = model_class.from_pretrained(
                 None, config=config, state_dict=tensors, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
             )
@@ -243,26 +172,6 @@ def _kind(dtype: torch.dtype) -> str:
     return "whole"
 
 
-@contextlib.contextmanager
-def _registered_parameters_on(folder: Path | None) -> Iterator[None]:
-    """Puts parameters that modules get in this thread into files of their own in ``folder``; None: leaves them in memory."""
-    thread = threading.get_ident()
-
-    def place(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        placed = threading.get_ident() != thread or type(parameter) is not nn.Parameter or parameter.device.type != "cpu"
-        if folder is None or placed or parameter.nbytes < _SMALL or is_in_own_file(parameter):
-            return None
-        own = nn.Parameter(in_own_file(parameter.detach(), folder), requires_grad=parameter.requires_grad)
-        own.__dict__.update(parameter.__dict__)  # such as what Transformers notes of initialized ones
-        return own
-
-    handle = register_module_parameter_registration_hook(place)  # type: ignore[arg-type]  # it may return a parameter
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def _model_class(model: Any, config: Any) -> Any:
     """Returns the class to load: the one given, else the one that wrote the folder, else a causal language model."""
     import transformers
@@ -293,7 +202,7 @@ def _into_module(
     tensors: Mapping[str, StoredTensor],
     module: nn.Module,
     dtype: torch.dtype | None,
-    room: _Room,
+    room: Room,
     allow_new: Collection[str],
 ) -> tuple[nn.Module, list[str]]:
     """Gives a module's parameters and buffers the values of their names. ``dtype``: of floating-point parameters; None: their
@@ -315,7 +224,7 @@ def _into_module(
     sizes = [own[name].numel() * wanted[name].itemsize for name in chosen.values() if own[name].is_meta]
     widest = max((tensors[name].nbytes_as(wanted[name]) for name in chosen.values()), default=0)
     kinds = {each for each in wanted.values() if each.is_floating_point}
-    home = _home(folder, sizes, widest, kinds.pop() if len(kinds) == 1 else None, room)
+    home = home_for(f"load {folder}", sizes, widest, kinds.pop() if len(kinds) == 1 else None, room)
     new: dict[int, Tensor] = {}
     for identity, name in chosen.items():
         tensor, read = own[name], tensors[name].read(wanted[name]).to(wanted[name])
@@ -323,7 +232,7 @@ def _into_module(
             with torch.no_grad():
                 tensor.copy_(read)
         else:
-            if home is not None and read.nbytes >= _SMALL:
+            if home is not None and read.nbytes >= SMALL:
                 read = in_own_file(read, home)
             parameter = isinstance(tensor, nn.Parameter)
             new[identity] = nn.Parameter(read, requires_grad=tensor.requires_grad) if parameter else read

@@ -59,12 +59,14 @@ def norm_in_fp32(gradient: Tensor) -> Tensor:
     """Returns the norm of a gradient of parameters with masters, in fp32. On the CPU, where torch would cast all of it at once,
     one of 16 bits is summed in pieces, in their order in memory."""
     if gradient.dtype == torch.float32 or gradient.device.type != "cpu":
-        return torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        whole: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        return whole
     in_order = gradient.permute(sorted(range(gradient.dim()), key=gradient.stride, reverse=True)).reshape(-1)
     # numpy's memory is no device's: an emulated one has no more than a GPU, which casts nothing
     room = torch.from_numpy(np.empty(min(in_order.numel(), _NORM_PIECE), np.float32))
-    norms = [torch.linalg.vector_norm(room[: len(piece)].copy_(piece)) for piece in in_order.split(_NORM_PIECE)]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    norms: list[Tensor] = [torch.linalg.vector_norm(room[: len(part)].copy_(part)) for part in in_order.split(_NORM_PIECE)]
+    of_all: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return of_all
 
 
 def count_step(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, steps: int = 1) -> None:

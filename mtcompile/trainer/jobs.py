@@ -23,7 +23,9 @@ from mtcompile.data.records import read_records
 from mtcompile.data.windows import Windows, read_tokens
 from mtcompile.machine.device import choose
 from mtcompile.models.loading import configuration, language_model, returning_loss
+from mtcompile.models.placing import Room
 from mtcompile.models.pretrained import from_pretrained
+from mtcompile.optim.precision import precision_named
 from mtcompile.reading import panics_as_errors, read_bytes
 from mtcompile.trainer.recipe import Recipe, check, check_resumed
 from mtcompile.trainer.together import ALONE, RowsOfRank, Together, device_of_rank, join
@@ -66,7 +68,8 @@ def _from_scratch(recipe: Recipe) -> Job:
     steps = recipe.steps_of(windows.trained.count)
     check_resumed(recipe, steps)
     torch.manual_seed(recipe.seed)
-    module, model_vocabulary = language_model(recipe.model)
+    masters = precision_named(recipe.precision).split
+    module, model_vocabulary = language_model(recipe.model, Room.of(recipe.host, recipe.disk), masters)
     if vocabulary > model_vocabulary:
         raise ValueError(f"expected a model with a vocabulary of {vocabulary} or more for this data, found {model_vocabulary}")
     optimizer = _optimizer(recipe, module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import mtcompile
+from mtcompile.models.loading import language_model
+from mtcompile.models.placing import SMALL, Room
 from mtcompile.optim.own_files import beside, in_memory, in_own_file, is_in_own_file, own_files_nbytes
 
 WIDTH, BLOCKS = 96, 24
@@ -81,6 +85,26 @@ def test_weights_larger_than_the_host_train_with_the_bits_of_a_run_in_memory(pre
     assert model.memory_report()["peak_disk_bytes"] > 0
 
 
+LLAMA = {"model_type": "llama", "hidden_size": 96, "intermediate_size": 288, "num_attention_heads": 4, "num_hidden_layers": 2}
+
+
+def test_random_weights_that_the_host_has_no_room_for_begin_on_the_disk(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**LLAMA, "vocab_size": 256, "tie_word_embeddings": True}))
+    for name, host in {str(config): "600KB", "gpt-11m": "20MB"}.items():
+        torch.manual_seed(0)
+        wanted, vocabulary = language_model(name, Room(None, None))
+        torch.manual_seed(0)
+        model, _ = language_model(name, Room.of(host, f"{tmp_path}/disk:64MB"), masters=True)
+        large = [p for p in model.parameters() if p.nbytes >= SMALL]
+        assert large and all(map(is_in_own_file, large))
+        assert all(map(torch.equal, wanted.state_dict().values(), model.state_dict().values()))
+        tokens = torch.randint(0, vocabulary, (2, 16))
+        assert abs(float(model(tokens, tokens.roll(-1, 1))) - math.log(vocabulary)) < 0.5
+    with pytest.raises(mtcompile.BudgetError, match=r"to make gpt-11m with disk=.*Nothing has begun"):
+        language_model("gpt-11m", Room.of("2MB", f"{tmp_path}/disk:64MB"))
+
+
 def test_without_room_for_them_nothing_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"memory": "400KB", "update": "backward", "disk": f"{folder}/disk:16MB"}
     read = []
@@ -88,7 +112,9 @@ def test_without_room_for_them_nothing_is_read(folder: Path, monkeypatch: pytest
     with pytest.raises(mtcompile.BudgetError, match=r"twice the largest tensor .*, found 68.36 KiB in the budget host="):
         mtcompile.from_pretrained(folder, on_meta(), **options, host=70_000)
     options["disk"] = f"{folder}/disk:600KB"
-    with pytest.raises(mtcompile.BudgetError, match=r"on disk=.*disk to load .* found 585.94 KiB. Nothing was read") as refused:
+    with pytest.raises(
+        mtcompile.BudgetError, match=r"on disk=.*disk to load .* found 585.94 KiB. Nothing has begun"
+    ) as refused:
         mtcompile.from_pretrained(folder, on_meta(), **options, host=HOST)
     assert refused.value.tier == "disk" and refused.value.minimum_bytes >= LOADED
     with pytest.raises(mtcompile.BudgetError, match=r'or a disk: host="SIZE", disk="/path:SIZE"'):

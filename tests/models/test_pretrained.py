@@ -381,7 +381,7 @@ def test_a_model_of_transformers_of_4_gib_is_loaded_in_300_mib_more(precision: s
 def test_what_does_not_fit_is_refused_before_it_is_read_within_ulimits(tmp_path: Path) -> None:
     (tmp_path / "home.txt").write_text(str(module_folder(tmp_path, 24, 2048, 1024, shards=2)))
     result = loaded_in_a_process(tmp_path, -64)
-    assert "left of ulimit -v (address space). Nothing was read" in result["refused"] and result["taken"] < 16 * MIB
+    assert "left of ulimit -v (address space). Nothing has begun" in result["refused"] and result["taken"] < 16 * MIB
 
 
 @pytest.mark.parametrize(
@@ -410,14 +410,14 @@ def test_what_does_not_fit_is_refused_before_it_is_read(tmp_path: Path, monkeypa
     saved(tmp_path, transformers.LlamaConfig(**SMALL))
     nbytes = sum(p.nbytes for p in transformers.AutoModelForCausalLM.from_pretrained(tmp_path).parameters())
     monkeypatch.setattr("mtcompile.checkpoint.shards.StoredTensor.read", lambda self: pytest.fail("it was read"))
-    with pytest.raises(mtcompile.BudgetError, match=r'in the budget host=. Nothing was read. Try: host="1MiB"') as caught:
+    with pytest.raises(mtcompile.BudgetError, match=r'in the budget host=. Nothing has begun. Try: host="1MiB"') as caught:
         mtcompile.from_pretrained(tmp_path, host=nbytes)
     assert nbytes < caught.value.minimum_bytes < 2 * nbytes
-    monkeypatch.setattr("mtcompile.models.pretrained.memory_rooms", lambda: {"available": nbytes * 3 // 4})
-    with pytest.raises(mtcompile.BudgetError, match=r'available. Nothing was read. Try: precision="bf16"'):
+    monkeypatch.setattr("mtcompile.models.placing.memory_rooms", lambda: {"available": nbytes * 3 // 4})
+    with pytest.raises(mtcompile.BudgetError, match=r'available. Nothing has begun. Try: precision="bf16"'):
         mtcompile.from_pretrained(tmp_path)
     with torch.device("meta"), pytest.raises(mtcompile.BudgetError, match=r'as float32, .* Try: precision="bf16"'):
         mtcompile.from_pretrained(tmp_path, transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)))
-    with pytest.raises(mtcompile.BudgetError, match=r"available. Nothing was read. Try: free"):
-        monkeypatch.setattr("mtcompile.models.pretrained.memory_rooms", lambda: {"available": 0})
+    with pytest.raises(mtcompile.BudgetError, match=r"available. Nothing has begun. Try: free"):
+        monkeypatch.setattr("mtcompile.models.placing.memory_rooms", lambda: {"available": 0})
         mtcompile.from_pretrained(tmp_path)

@@ -16,6 +16,7 @@ import torch
 from mtcompile import checkpoint
 from mtcompile.data.windows import Windows, read_tokens
 from mtcompile.models.loading import language_model
+from mtcompile.models.placing import Room
 from mtcompile.trainer.recipe import Recipe, learning_rate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +45,7 @@ def plain_job(wanted: Recipe, ranks: int) -> tuple[list[float], dict[str, torch.
     stream, _ = read_tokens(wanted.data, None)
     windows, part = Windows.cut(stream, wanted.length, wanted.batch), wanted.batch // ranks
     torch.manual_seed(wanted.seed)
-    model, _ = language_model(wanted.model)
+    model, _ = language_model(wanted.model, Room(None, None))
     matrices, others = ([p for p in model.parameters() if (p.dim() >= 2) == wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": wanted.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer, losses = torch.optim.AdamW(groups, lr=wanted.rate, betas=(0.9, 0.95)), []
@@ -80,7 +81,7 @@ def test_mtcompile_train_has_the_bits_of_a_plain_job(update: str, tmp_path: Path
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row["loss"] for row in rows if "loss" in row] == losses
     assert json.loads(printed)["steps"] == 3 and 0 < json.loads(printed)["eval_loss"] < 10  # one rank prints
-    loaded, _ = language_model(wanted.model)
+    loaded, _ = language_model(wanted.model, Room(None, None))
     assert checkpoint.load(run, loaded, generators=False).step == 3
     assert all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items())
     again = torchrun("-m", "mtcompile", "train", wanted.model, "--json", "--resume", str(run), *given, "--steps", "4")

@@ -24,6 +24,7 @@ from mtcompile.cli.app import app
 from mtcompile.data.windows import Windows, read_tokens
 from mtcompile.errors import CheckpointError
 from mtcompile.models.loading import language_model
+from mtcompile.models.placing import Room
 from mtcompile.trainer.recipe import Recipe, check, learning_rate
 from mtcompile.trainer.trainer import Evaluation, Row, train
 
@@ -58,7 +59,7 @@ def plain_losses(wanted: Recipe) -> list[float]:
     stream, _ = read_tokens(wanted.data, None)
     windows = Windows.cut(stream, wanted.length, wanted.batch)
     torch.manual_seed(wanted.seed)
-    model, _ = language_model(wanted.model)
+    model, _ = language_model(wanted.model, Room(None, None))
     groups: list[dict[str, Any]] = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": wanted.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -81,6 +82,12 @@ def plain_losses(wanted: Recipe) -> list[float]:
         optimizer.zero_grad()
         found.append(float(total))
     return found
+
+
+def test_random_weights_on_disk_train_with_the_bits_of_those_in_memory(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"precision": "bf16-master32", "update": "backward", "hidden": 64, "layers": 2}
+    in_memory = losses(recipe(tmp_path, **options, memory="1MB"))
+    assert losses(recipe(tmp_path, **options, memory="1MB", host="1MB", disk=f"{tmp_path}/disk:32MB")) == in_memory
 
 
 @pytest.mark.parametrize(
