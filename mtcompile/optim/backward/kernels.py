@@ -151,7 +151,8 @@ def _norms_of(backward: Backward, grads: Sequence[Tensor]) -> Tensor:
     thread = threading.get_ident()
     room = backward.cast_rooms.get(thread)
     if room is None or room.numel() < largest:  # one for all casts: touching new pages takes longer than the norm
-        room = backward.cast_rooms[thread] = torch.empty(largest, dtype=torch.float32)
+        # Memory of the host, not torch's: where the device is emulated, its peak must not count it.
+        room = backward.cast_rooms[thread] = torch.frombuffer(bytearray(4 * max(1, largest)), dtype=torch.float32)
     norms = []
     for g, is_cast in zip(grads, casts, strict=True):
         if is_cast:
