@@ -323,7 +323,8 @@ def update_figures(
     whole = 0 if budgets.updates.run_ahead else 1
     beside, overlapped = copied[whole], backward if whole else alone
     others = beside / machine.host_gbps / 1e3 + collectives - overlapped
-    memory_bound = machine.update_us(host_nbytes, 0, budgets.state_copies, budgets.updates.checked) + others
+    memory = replace(machine, update_gbps=0.0)
+    memory_bound = memory.update_us(host_nbytes, 0, budgets.state_copies, budgets.updates.checked) + others
     disk_bound = machine.drive_us(*drive[whole]) - overlapped
     return alone + contention, max(period - alone, 0.0, memory_bound, disk_bound)
 

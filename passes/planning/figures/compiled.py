@@ -188,7 +188,7 @@ class CompiledSteps:
             self._costs[key] = _Costs(
                 *((ctypes.c_double * count)(*gbps), (ctypes.c_double * count)(*map(machine.scale, _QUEUES))),
                 *(machine.gbps("direct"), machine.scale("direct"), machine.host_gbps, ROW_COPY_US),
-                *(passes, machine.host_gbps * machine.updating_ranks, machine.memory_gbps),
+                *(passes, machine.updating_gbps, machine.memory_gbps),
                 *(1 + updates.state_copies, updates.workspace_copies, updates.norm_copies, machine.network_gbps),
                 *((ctypes.c_int64 * len(COLLECTIVES))(0, *map(table.__getitem__, kinds)) for table in (PASSES, CROSSINGS)),
                 *(self.hosts, machine.gathering_ranks(self.hosts), ALIGNMENT),

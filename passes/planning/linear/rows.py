@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import fx
@@ -53,7 +53,8 @@ def take_time(problem: PlanningProblem, terms: Terms) -> None:
     both = added({span["forward"]: 1.0, span["backward"]: 1.0}, contention)
     sizes = trained_nbytes(step)
     checked = budgets.updates is not None and budgets.updates.checked
-    updates_us = {v: machine.update_us(sizes[h], 0, budgets.state_copies, checked) for h, v in away.items()}
+    memory = machine if budgets.updates is None else replace(machine, update_gbps=0.0)  # whose traffic copies share
+    updates_us = {v: memory.update_us(sizes[h], 0, budgets.state_copies, checked) for h, v in away.items()}
     shared = {phase: {v: n / machine.host_gbps / 1e3 for v, n in copied[phase].items()} for phase in PHASES}
     if budgets.updates is None:
         on_device = {h: machine.update_us(0, n, budgets.state_copies) for h, n in sizes.items()}
