@@ -16,6 +16,7 @@ from mtcompile.passes.slots import assign_offsets
 from mtcompile.passes.step_graph import (
     MOVES_OF_ROWS,
     calls,
+    fetch_state,
     gathers_parts,
     gradient_norms,
     is_collective,
@@ -35,6 +36,7 @@ from mtcompile.passes.step_graph import (
     results,
     source,
     step_outputs,
+    streamed_state,
     update,
     write,
 )
@@ -121,7 +123,8 @@ def _buffers(step: fx.GraphModule) -> dict[str, Buffer]:
             elif is_region(call):
                 add(item, "pooled", returned=item in outputs)
             elif is_update(call):
-                add(item, "pooled" if item.meta["tier"] == "device" else "placed")
+                pooled = item.meta["tier"] == "device" and call.target is not fetch_state
+                add(item, "pooled" if pooled else "placed")
             else:
                 add(item, "home" if item in outputs else "pooled" if item.meta.get("pooled") else "placed")
     return buffers
@@ -160,6 +163,12 @@ def _instruction(step: fx.GraphModule, call: fx.Node, plan: Plan, machine: Machi
         if call.target is update:
             on_disk = sum([item.meta["nbytes"] for item in written if item.meta["tier"] == "disk"])
             scratch, time_us = update_cost(plan.updates, machine, queue, written_nbytes, on_disk)
+            if (state := streamed_state(call)) is not None:  # it lies in its slot, where the update leaves it to go home
+                queue, scratch, moved_nbytes = "d2h", 0, state.meta["nbytes"]
+                time_us += machine.copy_us(moved_nbytes, queue)
+        elif call.target is fetch_state:
+            queue, moved_nbytes = "h2d", written_nbytes
+            time_us = machine.copy_us(moved_nbytes, queue)
         else:  # what scales updates reads every gradient once, or what it is cast to
             is_cast = call.target is gradient_norms and queue == "host"  # a device casts as it reads
             read_nbytes = int(read_nbytes * (plan.updates.norm_copies if is_cast else 1))

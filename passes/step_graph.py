@@ -12,6 +12,8 @@ Nodes
   read, write(*xs)       disk -> host, and back, the identity on bits
   convert(*xs, casts=c)  on the host, each value cast by its _to_copy keywords
   update(*xs, count=n)   n parameters, their n gradients, and a scale or nothing -> the parameters' next versions
+  fetch_state(*xs, nbytes=b)  host -> device, n parameters with all that their update reads and writes, as b bytes; the last
+                         operand of an update on the device of what is at home on the host, which takes it home again
   gradient_norms(*xs)    gradients -> (the norm of each), and gradient_scale(*norms) -> (the factor of all gradients)
   all_reduce, broadcast(*xs)  on the host, each gradient's mean over all ranks; each value as the first rank has it
   reduce_scatter(*xs)    on the host, each gradient's mean over all ranks, of which a rank has those elements that it updates
@@ -104,6 +106,11 @@ def convert(*values: torch.Tensor, casts: tuple[Mapping[str, Any], ...]) -> tupl
 def update(*values: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     """Updates ``count`` parameters as the optimizer does; in the reference execution, returns their gradients."""
     return values[count : 2 * count]
+
+
+def fetch_state(*values: torch.Tensor, nbytes: int) -> tuple[torch.Tensor]:
+    """Copies parameters, their masters and their state to the device; in the reference execution, nothing."""
+    return (torch.empty(0, dtype=torch.uint8),)
 
 
 def gradient_norms(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -263,8 +270,21 @@ def moved(call: fx.Node) -> tuple[Any, ...]:
 
 
 def is_update(node: fx.Node) -> bool:
-    """True for an update, and for what makes its scale."""
-    return node.op == "call_function" and node.target in (update, gradient_norms, gradient_scale)
+    """True for an update, and for what fetches its state or makes its scale."""
+    return node.op == "call_function" and node.target in (update, fetch_state, gradient_norms, gradient_scale)
+
+
+def streamed_state(call: fx.Node) -> fx.Node | None:
+    """Returns the state that came to the device for an update there of what is at home on the host; None for other updates."""
+    last: Any = call.args[-1]
+    streams = call.target is update and last.target is operator.getitem and last.args[0].target is fetch_state
+    return last if streams else None
+
+
+def scales_of(call: fx.Node) -> tuple[Any, ...]:
+    """Returns what scales the gradients of an update: one value, or nothing."""
+    count: Any = call.kwargs["count"]
+    return tuple(call.args[2 * count : -1 if streamed_state(call) is not None else None])
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -285,7 +305,7 @@ MOVES_OF_ROWS: dict[Any, Tier] = {prefetch_rows: "device", offload_rows: "host"}
 _OTHER_MOVES: dict[Any, Tier] = {prefetch: "device", prefetch_slices: "device", offload: "host", read: "host", write: "disk"}
 TIER_OF_MOVE = _OTHER_MOVES | MOVES_OF_ROWS
 COLLECTIVES = (all_reduce, broadcast, reduce_scatter, all_gather)
-_CALLS = frozenset({*TIER_OF_MOVE, convert, update, gradient_norms, gradient_scale, *COLLECTIVES})
+_CALLS = frozenset({*TIER_OF_MOVE, convert, update, fetch_state, gradient_norms, gradient_scale, *COLLECTIVES})
 
 
 def ranks_of(step: fx.GraphModule) -> int:  # how many run it together
@@ -336,6 +356,12 @@ def param_homes_by_node(step: fx.GraphModule) -> dict[str, str]:
     """The home of each parameter that a step reads, by the name of its placeholder."""
     homes = step.meta["homes"]
     return {node.name: homes[spec.name] for spec, node in inputs_of(step) if spec.role == "param" and spec.name in homes}
+
+
+def updated_names(step: fx.GraphModule) -> frozenset[str]:
+    """The names of the parameters that are updated if a backward updates any."""
+    params, wanted = (spec.name for spec in step.meta["inputs"] if spec.role == "param"), step.meta.get("updated")
+    return frozenset(name for name in params if wanted is None or name in wanted)
 
 
 def fragments_of(graph: fx.GraphModule) -> dict[str, Fragment]:

@@ -76,6 +76,10 @@ class Memory(Protocol):
     def exchange(self, collective: Callable[..., None], reads: Sequence[str], writes: Sequence[str]) -> None:
         """Call ``collective(sources, targets)`` with the tensors of the operands, which fills the targets."""
 
+    def stream(self, kernel: Callable[..., None], reads: Sequence[str], writes: Sequence[str]) -> None:
+        """Call ``kernel(copy, sources, targets)`` with the tensors of the operands; it fills the targets, by calls of
+        ``copy(pairs, to_device)`` with pairs of a target and a source, and may change the last source on the device."""
+
     def run(self, kernel: Callable[..., Any], reads: Sequence[str], writes: Sequence[str], workspace: int) -> None: ...
 
 
@@ -324,6 +328,8 @@ class _PhaseRun:
             self.memory.copy(instruction.reads, instruction.writes)
         elif queue == "network":
             self.memory.exchange(self.kernels[instruction.kernel], instruction.reads, instruction.writes)
+        elif queue in ("h2d", "d2h"):
+            self.memory.stream(self.kernels[instruction.kernel], instruction.reads, instruction.writes)
         else:
             kernel = self.kernels[instruction.kernel]
             self.memory.run(kernel, instruction.reads, instruction.writes, instruction.workspace)

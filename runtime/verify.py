@@ -16,7 +16,8 @@ proves, and ``ScheduleError.invariant`` names:
   second of the first, which nothing reads later.
   Copies join the tiers their queue serves, with equal value and size, from one tier to one; of slices and rows, from or to
   the host; kernels use the tier they run on, and updates on the
-  host also write over homes on disk.
+  host also write over homes on disk. A kernel on h2d brings from the host what it writes on the device; one on d2h writes next
+  versions of homes on the host, and nothing else reads its last operand, which it may change.
 - **I2 race-free**: two instructions that touch common bytes (one buffer, or placed buffers of one tier that overlap),
   one of them writing (``alloc`` and ``free`` write), are ≺-ordered.
 - **I3 fits**: of two placed buffers that overlap, the free of one ≺ the alloc of the other; slots are inside their arena and
@@ -59,7 +60,14 @@ COPIES: dict[Queue, tuple[tuple[str, str], ...]] = {
     "host": (("host", "host"),),
     "network": (),
 }
-RUNS = {"compute": "device", "host": "host", "network": "host"}  # the tier whose bytes kernels on a queue may touch
+# The tiers whose bytes kernels on a queue may read, and write.
+RUNS: dict[Queue, tuple[tuple[str, ...], str]] = {
+    "compute": (("device",), "device"),
+    "h2d": (("host",), "device"),
+    "d2h": (("device", "host"), "host"),
+    "host": (("host",), "host"),
+    "network": (("host",), "host"),
+}
 
 
 def verify(schedule: Schedule, host_awaits: Collection[Queue] = HOST_AWAITS) -> None:
@@ -154,16 +162,7 @@ def _present(facts: Facts) -> None:
         if instruction.op == "copy":
             _copy_operands(facts, index)
         elif instruction.op == "run":
-            tier = RUNS.get(instruction.queue)
-            if tier is None:
-                raise facts.error("I1", index, f"expected kernels on queues {tuple(RUNS)}, found {instruction.queue}")
-            updated = {name for b in facts.buffers(instruction.writes) if b.version_of for name in (b.name, b.version_of)}
-            for buffer in facts.buffers((*instruction.reads, *instruction.writes)):
-                if buffer.tier == "disk" and tier == "host" and buffer.name in updated:  # it goes there by itself
-                    continue
-                if buffer.tier != tier:
-                    what = f"expected operands on tier {tier}, found {buffer.name} on tier {buffer.tier}"
-                    raise facts.error("I1", index, f"{what}; copy it first")
+            _kernel_operands(facts, index)
         for buffer in facts.buffers(instruction.reads):
             _readable(facts, index, buffer)
     _not_overtaken(facts)
@@ -171,6 +170,28 @@ def _present(facts: Facts) -> None:
         if instruction.op in ("copy", "run"):
             for buffer in facts.buffers((*instruction.reads, *instruction.writes)):
                 _allocated(facts, index, buffer)
+
+
+def _kernel_operands(facts: Facts, index: int) -> None:
+    instruction = facts.schedule.instructions[index]
+    if instruction.queue not in RUNS:
+        raise facts.error("I1", index, f"expected kernels on queues {tuple(RUNS)}, found {instruction.queue}")
+    readable, writable = RUNS[instruction.queue]
+    written = list(facts.buffers(instruction.writes))
+    updated = {name for b in written if b.version_of for name in (b.name, b.version_of)}
+    for buffers, tiers in ((facts.buffers(instruction.reads), readable), (written, (writable,))):
+        for buffer in buffers:
+            if buffer.tier == "disk" and instruction.queue == "host" and buffer.name in updated:  # it goes there by itself
+                continue
+            if buffer.tier not in tiers:
+                what = f"expected operands on tier {' or '.join(tiers)}, found {buffer.name} on tier {buffer.tier}"
+                raise facts.error("I1", index, f"{what}; copy it first")
+    if instruction.queue == "d2h":
+        if others := [buffer.name for buffer in written if not buffer.version_of]:
+            raise facts.error("I1", index, f"expected next versions of homes from a kernel on d2h, found {others[0]}")
+        if readers := [at for name in instruction.reads[-1:] for at in facts.readers[name] if at != index]:
+            what = f"expected no other reader of {instruction.reads[-1]}, which this changes, found #{readers[0]}"
+            raise facts.error("I1", index, f"{what}; give it a copy of its own")
 
 
 def _copy_operands(facts: Facts, index: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -52,6 +53,8 @@ class ModelDoor(Door):
         self.model = weakref.ref(model)
         self.optimizer: torch.optim.Optimizer | None = None
         self.masters: Masters | None = cast(model, options.precision)
+        if self.masters is not None and device.where.type != "cpu":
+            self.masters.reachable = functools.partial(device.arena, "host")
         self.parameters = ParameterStore(device, weakly(self._moved), weakly(self._replaced))
         self.parameters.to_disk = weakly(self._to_disk)
         self.wholeness = Wholeness(model, drain)

@@ -24,7 +24,7 @@ from mtcompile.forecast.request import (
     with_disk,
 )
 from mtcompile.optim.backward.checks import check_optimizer
-from mtcompile.optim.state_sizes import optimizer_named, state_copies, update_workspace
+from mtcompile.optim.state_sizes import FORECAST_STATES, optimizer_named, state_copies, streamed_copies, update_workspace
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.planning.candidates import Candidates
@@ -47,8 +47,9 @@ class Change(NamedTuple):
 
 
 def _updating(request: ForecastRequest, budgets: Budgets) -> Budgets:
-    workspace = update_workspace(request.precision.split, request.optimizer != "sgd")
-    return replace(budgets, updates=Updates(budgets.state_copies, workspace, checked=True))
+    split, states = request.precision.split, FORECAST_STATES.get(str(request.optimizer), 0)
+    workspace, streamed = update_workspace(split, request.optimizer != "sgd"), streamed_copies(split, states)
+    return replace(budgets, updates=Updates(budgets.state_copies, workspace, checked=True, streamed=streamed))
 
 
 def updates_by_parameter(request: ForecastRequest) -> bool:
@@ -120,7 +121,8 @@ def _less_state(request: ForecastRequest, problem: PlanningProblem) -> tuple[str
     else:
         less = AssumedPlacement(replace(budgets, state=None), optimizer_named(name)).constraints(problem.step)[0]
     if less.updates is not None:
-        less = replace(less, updates=replace(less.updates, state_copies=less.state_copies))
+        streamed = streamed_copies(split, FORECAST_STATES.get(name, 0))
+        less = replace(less, updates=replace(less.updates, state_copies=less.state_copies, streamed=streamed))
     return (name, less) if less.state_copies < 0.7 * budgets.state_copies else None
 
 

@@ -25,7 +25,7 @@ from mtcompile.machine.device import HOST_RESERVE
 from mtcompile.machine.presets import named
 from mtcompile.models.shapes import check_shape
 from mtcompile.optim.precision import Precision, precision_named
-from mtcompile.optim.state_sizes import FORECAST_STATES, optimizer_named, state_copies, update_workspace
+from mtcompile.optim.state_sizes import FORECAST_STATES, optimizer_named, state_copies, streamed_copies, update_workspace
 from mtcompile.optim.update_options import update_options
 from mtcompile.options import check_effort, check_fragments, parse_disk
 from mtcompile.passes.analysis.cost import Machine
@@ -155,7 +155,9 @@ def plan(
     if options is not None:
         norm_copies, held = NORM_COPIES if kind.split else 1.0, options.needs_all_gradients
         workspace = update_workspace(kind.split, optimizer != "sgd")
+        states = FORECAST_STATES.get(optimizer, 0) if optimizer != "adam" else 0  # which has no kernel for a GPU
         updates = Updates(copies, workspace, held=held, run_ahead=run_ahead, checked=not held, norm_copies=norm_copies)
+        updates = replace(updates, streamed=streamed_copies(kind.split, states))
     ranks, once = layout_named(gpus, hosts, network, solve, disk), updates_once(make_optimizer)
     budgets = _with_disk(Budgets(device, host_nbytes, copies, updates=updates), disk, kind, force)
     if budgets.disk is not None and solve is not None:

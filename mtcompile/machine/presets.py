@@ -192,7 +192,7 @@ def _from_file(path: Path) -> Machine:
 
 
 _LEAST, _MOST = 1e-6, 1e21  # of a speed; far beyond any machine's, and times and sums of them are numbers
-_UNKNOWN = ("fp32_flops", "tf32_flops", "fp64_flops")  # may be 0: not known
+_UNKNOWN = ("fp32_flops", "tf32_flops", "fp64_flops", "update_gbps")  # may be 0: not known
 _RANGES = {float: f"a number from {_LEAST:g} to {_MOST:g}", int: "a whole number from 0 to 2**62", bool: "true or false"}
 
 

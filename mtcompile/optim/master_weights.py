@@ -20,6 +20,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from mtcompile import knobs
 from mtcompile.errors import StepError
@@ -36,12 +37,14 @@ from mtcompile.optim.written_update import (
     flat,
     grad_scaling,
     prepared_update,
+    states_of,
     written_update,
 )
 from mtcompile.references import weakly
-from mtcompile.runtime.devices.arena import zeros_like
+from mtcompile.runtime.devices.arena import layout_of, view, zeros_like
 from mtcompile.runtime.optim import device_kernels, host_kernels
 from mtcompile.runtime.optim.operands import Operands, joined, split
+from mtcompile.runtime.schedule import aligned
 from mtcompile.torch_private import UsedGradient
 
 MASTER = "master"  # its key in an optimizer's state_dict, beside exp_avg and the like
@@ -86,6 +89,21 @@ class JoinedLater:
         yield from itertools.starmap(joined, zip(high.split(count), remainder.split(count), strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A parameter whose update runs on the device while its home is the host. ``at_home``, ``there``: its weight, remainder and
+    states, flat, in both places; ``new``: the states among them that it has for the first time."""
+
+    parameter: nn.Parameter
+    group: Mapping[str, Any]
+    at_home: tuple[Tensor, ...]
+    there: tuple[Tensor, ...]
+    new: Mapping[str, Tensor]
+
+
+Copy = Callable[[Sequence[tuple[Tensor, Tensor]], bool], None]  # of pairs of a target and a source, to the device or from it
+
+
 class Masters:
     """The masters of one model's floating-point parameters that are trained. Frozen ones become bf16 and have none, until they
     are trained; ``_frozen``: their names by id, and whether their bf16 values are exact. ``join``: makes the values that an
@@ -102,6 +120,7 @@ class Masters:
         self._hidden_gradients: list[tuple[nn.Parameter, Tensor]] = []
         self.updating: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None  # called before a step's first update
         self.spared = 0  # threads that updates leave to others
+        self.reachable: Callable[[int], Tensor] | None = None  # host memory that a device's copies reach fast
         self.adopt(model, (parameter for parameter in model.parameters() if not nn.parameter.is_lazy(parameter)))
         model.register_load_state_dict_pre_hook(weakly(self._before_loading))
         model.register_load_state_dict_post_hook(weakly(self._after_loading))
@@ -320,9 +339,68 @@ class Masters:
             for update, operands in sorted(tasks, key=lambda task: -task[1].weight.numel()):  # the largest covers launches
                 device_kernels.apply(update, operands)
         for (parameter, _, _), (_, _, new) in zip(rows, prepared, strict=True):
-            optimizer.state[parameter].update(new)
-            count_step(optimizer, parameter)
-            self._remember_version(self.by_parameter[id(parameter)])
+            self._has_updated(optimizer, parameter, new)
+        return None
+
+    def _has_updated(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, new: Mapping[str, Tensor]) -> None:
+        optimizer.state[parameter].update(new)
+        count_step(optimizer, parameter)
+        self._remember_version(self.by_parameter[id(parameter)])
+
+    def fetched(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rows: Iterable[tuple[nn.Parameter, Mapping[str, Any]]],
+        state: Tensor,
+        copy: Copy,
+    ) -> list[Fetched]:
+        """Copies parameters, each with the options of its group, and all that their updates read and write into ``state``,
+        bytes on the device."""
+        parameters, end = list[Fetched](), 0
+        for parameter, group in rows:
+            states, new = states_of(optimizer, parameter, group)
+            beside = [self.by_parameter[id(parameter)].remainder, *states]
+            for tensor in beside:
+                self._reach(tensor)
+            at_home = tuple(map(flat, (parameter.detach(), *beside)))
+            there = list[Tensor]()
+            for plane in at_home:
+                there.append(state[end : end + plane.nbytes].view(plane.dtype))
+                end += aligned(plane.nbytes)
+            parameters.append(Fetched(parameter, group, at_home, tuple(there), new))
+        copy([pair for each in parameters for pair in zip(each.there, each.at_home, strict=True)], True)
+        return parameters
+
+    def _reach(self, tensor: Tensor) -> None:
+        """Moves state to host memory that copies of the device reach fast, once. Not again where the driver refuses that."""
+        if self.reachable is not None and not tensor.is_pinned():
+            memory = self.reachable(tensor.nbytes)
+            self.reachable = self.reachable if memory.is_pinned() else None
+            tensor.data = view(memory, 0, layout_of(tensor)).copy_(tensor)
+
+    def update_fetched(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[Fetched],
+        grads: Sequence[Tensor],
+        scale: float,
+        checked: bool,
+        copy: Copy,
+    ) -> int | None:
+        """Updates parameters where ``fetched`` has brought them, and takes them home again; else as ``update``."""
+        if checked and (position := host_kernels.nonfinite(grads)) is not None:
+            return position
+        for each, grad in zip(parameters, grads, strict=True):
+            weight, remainder, *states = each.there
+            update = written_update(optimizer, each.parameter, each.group, scale)
+            kernels = host_kernels if weight.device.type == "cpu" else device_kernels
+            kernels.apply(update, Operands(weight, flat(grad.detach()), tuple(states), remainder))
+        copy([pair for each in parameters for pair in zip(each.at_home, each.there, strict=True)], False)
+        if knobs.check() and grads[0].device.type != "cpu":  # checksums read what has come home
+            torch.cuda.current_stream(grads[0].device).synchronize()
+        for each in parameters:
+            increment_version(each.at_home)
+            self._has_updated(optimizer, each.parameter, each.new)
         return None
 
     def staged_update(

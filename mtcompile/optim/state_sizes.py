@@ -56,6 +56,13 @@ def _copies(precision: Precision, states: int) -> float:
     return 1.0 + 2.0 * states if precision.split else float(states)
 
 
+def streamed_copies(split: bool, states: int) -> int:
+    """Returns what an update on the device of a parameter at home on the host takes there, and back, in sizes of the weight: if
+    it has a master (``split``), its weight, its remainder and its fp32 states. 0 where the host alone updates it: torch's own
+    steps differ from one device to the other, and the kernel of an optimizer without states writes what nobody reads."""
+    return 2 + 2 * states if split and states else 0
+
+
 def update_workspace(split: bool, keeps_state: bool = True, compiled: bool = True) -> float:
     """Returns what an update on the device needs for itself, in sizes of the parameter. ``split``: whether it has masters.
     Torch's own steps need up to three temporaries of that size. Masters are updated in place by kernels that were ``compiled``,

@@ -37,17 +37,25 @@ def prepared_update(
     """The update of one parameter whose master has this ``remainder``, its operands, and the state that it has for the first
     time then. Changes nothing."""
     parameter, grad, group = row
-    state, new = optimizer.state.get(parameter, {}), dict[str, Tensor]()
-    names = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
-    for name in names:
-        if state.get(name) is None:
-            new[name] = zeros_like(parameter, torch.float32)
-    states = tuple(flat(new[name] if name in new else state[name]) for name in names)
+    whole, new = states_of(optimizer, parameter, group)
+    states = tuple(map(flat, whole))
     if not states:  # SGD without momentum: what the kernel writes there is not read
         states = (torch.empty(parameter.numel(), device=parameter.device),)
     grad = grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
     update = written_update(optimizer, parameter, group, scale)
     return update, Operands(flat(parameter.detach()), flat(grad.detach()), states, flat(remainder)), new
+
+
+def states_of(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, group: Mapping[str, Any]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The state tensors of a parameter, and those among them that it has for the first time. Changes nothing."""
+    state, new = optimizer.state.get(parameter, {}), dict[str, Tensor]()
+    names = STATES[class_name(optimizer)] if group.get("momentum", 1) else ()
+    for name in names:
+        if state.get(name) is None:
+            new[name] = zeros_like(parameter, torch.float32)
+    return [new[name] if name in new else state[name] for name in names], new
 
 
 def flat(tensor: Tensor) -> Tensor:

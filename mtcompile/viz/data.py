@@ -235,6 +235,8 @@ def _text(schedule: Schedule, instruction: Instruction) -> str:
         return instruction.label or instruction.kernel
     if instruction.work == "collective":
         return f"combine {instruction.block} {'+'.join(_roles(schedule, instruction)[:2])}"
+    if instruction.work == "update" and instruction.queue == "h2d":
+        return f"fetch {instruction.block} for its update"
     if instruction.work in ("update", "convert"):
         return f"{instruction.work} {instruction.block}"
     return f"{instruction.block} {instruction.phase}" + (" (recompute)" if instruction.work == "recompute" else "")

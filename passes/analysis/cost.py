@@ -62,7 +62,8 @@ class Machine:
     and writes, its bytes, and the bytes that may be written to it in its life, 0 where that is not known. Of the network
     between hosts: GB/s per direction. ``strided_gops``: billions of elements per second of operations that go through values
     of different strides one element at a time; where that is not known, they take as long as their bytes.
-    ``host_nbytes``: the RAM of its host, 0 where that is not known. The defaults are of the emulated device on a small CPU."""
+    ``host_nbytes``: the RAM of its host, 0 where that is not known. ``update_gbps``: GB/s at which the host's cores update
+    parameters; 0: as fast as its memory. The defaults are of the emulated device on a small CPU."""
 
     name: str = "emulated"
     flops: float = 5e10
@@ -87,6 +88,7 @@ class Machine:
     tf32_products: bool = False
     tf32_convolutions: bool = False
     host_nbytes: int = 0
+    update_gbps: float = 0.0
 
     def scale(self, queue: str) -> float:
         if queue == "direct" and not self._measured_direct:
@@ -124,8 +126,12 @@ class Machine:
         gradient and state, and writes weight and state, once each; where the gradient is ``checked``, it reads it once more. On
         the host, each of ``updating_ranks`` updates a share."""
         passes = 3 + checked + 2 * state_copies
-        host_gbps = self.host_gbps * self.updating_ranks
-        return passes * (host_nbytes / host_gbps + device_nbytes / self.memory_gbps) / 1e3
+        return passes * (host_nbytes / self.updating_gbps + device_nbytes / self.memory_gbps) / 1e3
+
+    @property
+    def updating_gbps(self) -> float:
+        """GB/s at which all updating ranks of the host update."""
+        return min(self.update_gbps or self.host_gbps, self.host_gbps) * self.updating_ranks
 
     def shared_by(self, ranks: int, once: bool = False, hosts: int = 1) -> Machine:
         """Returns the machine as each of ``ranks`` on one host has it while all do the same: each with a device and a link of

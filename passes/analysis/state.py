@@ -11,7 +11,7 @@ from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan, Updates
-from mtcompile.passes.step_graph import InputSpec, inputs_of
+from mtcompile.passes.step_graph import InputSpec, inputs_of, ranks_of
 from mtcompile.runtime.deps import Waits
 from mtcompile.runtime.disk.requests import whole_blocks
 from mtcompile.runtime.schedule import ALIGNMENT, PHASES, Instruction, Schedule, is_direct, placed
@@ -119,6 +119,31 @@ def trained_nbytes(step: fx.GraphModule) -> dict[str, int]:
 def is_trained(spec: InputSpec) -> bool:
     """Tells whether an input is a parameter that requires a gradient."""
     return spec.role == "param" and spec.differentiable
+
+
+def streamable(step: fx.GraphModule, budgets: Budgets) -> list[str]:
+    """Returns the home blocks that the device may update though their home is the host: each is whole, of one rank, and has the
+    gradients of one backward."""
+    updates = budgets.updates
+    if updates is None or not updates.streamed or budgets.sums or ranks_of(step) > 1:
+        return []
+    rows, homes = step.meta.get("rows") or {}, step.meta["homes"]
+    parts = {homes.get(spec.name) for spec in step.meta["inputs"] if spec.fragment is not None or spec.name in rows}
+    return [home for home, nbytes in trained_nbytes(step).items() if nbytes and home not in parts]
+
+
+def crossing_alone(step: fx.GraphModule) -> frozenset[str]:
+    """Returns the parameters whose state crosses by itself for an update on the device: those that are at least as large as all
+    of their home are on average. The others of a home cross together."""
+    if "crossing_alone" not in step.meta:
+        sizes: dict[str, list[tuple[int, str]]] = {}
+        for spec, node in inputs_of(step):
+            if is_trained(spec) and (home := step.meta["homes"].get(spec.name)) is not None:
+                sizes.setdefault(home, []).append((node.meta["nbytes"], spec.name))
+        large = (n for each in sizes.values() for nbytes, n in each if nbytes * len(each) >= sum(size for size, _ in each))
+        step.meta["crossing_alone"] = frozenset(large)
+    names: frozenset[str] = step.meta["crossing_alone"]
+    return names
 
 
 def state_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
@@ -314,7 +339,9 @@ def update_figures(
     copied, drive, collectives = traffic
     alone, backward, period = spans
     contention = machine.contention_us(copied[0])
-    device_nbytes = sum([trained.get(home, 0) for home, d in plan.decisions.of_kind("params").items() if d.choice == "device"])
+    of_device = {home for home, d in plan.decisions.of_kind("params").items() if d.choice == "device"}
+    of_device.update(home for home in plan.decisions.of_kind("update") if plan.streams(home))
+    device_nbytes = sum([trained.get(home, 0) for home in of_device])
     host_nbytes = sum(trained.values()) - device_nbytes
     if budgets.updates is None:
         gathered = machine.collective_us(host_nbytes, budgets.hosts, "all_gather") if budgets.hosts > 1 else 0.0
@@ -323,7 +350,8 @@ def update_figures(
     whole = 0 if budgets.updates.run_ahead else 1
     beside, overlapped = copied[whole], backward if whole else alone
     others = beside / machine.host_gbps / 1e3 + collectives - overlapped
-    memory_bound = machine.update_us(host_nbytes, 0, budgets.state_copies, budgets.updates.checked) + others
+    memory = replace(machine, update_gbps=0.0)
+    memory_bound = memory.update_us(host_nbytes, 0, budgets.state_copies, budgets.updates.checked) + others
     disk_bound = machine.drive_us(*drive[whole]) - overlapped
     return alone + contention, max(period - alone, 0.0, memory_bound, disk_bound)
 

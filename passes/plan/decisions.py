@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 Choice = Literal["device", "host", "disk", "save", "keep", "recompute", "again", "early", "late"]
-Kind = Literal["params", "fetch", "return", "gradients", "variant", "activation", "load"]
+Kind = Literal["params", "fetch", "return", "gradients", "update", "variant", "activation", "load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,9 @@ class Decision:
     block's parameters for the forward stays for the backward: keep; it is fetched again otherwise: again), ``return`` (a
     block's parameters are fetched for the backward no sooner than they are read: late; as far ahead as all others: early) or
     ``gradients`` (those of a block that go home leave the device before the next region, which waits for that: early; as
-    much later as fetches are ahead: late) or ``load`` (a value comes back from the host for the backward no sooner than it is
-    read: late; as far ahead as all others: early). ``reason``: empty until a plan is chosen (``planning/reasons``).
+    much later as fetches are ahead: late), ``update`` (a block whose home is the host is updated by the device, which its state
+    passes through: device; by the host: host) or ``load`` (a value comes back from the host for the backward no sooner than
+    it is read: late; as far ahead as all others: early). ``reason``: empty until a plan is chosen (``planning/reasons``).
     """
 
     kind: Kind

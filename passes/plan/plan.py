@@ -27,7 +27,9 @@ class Updates:
     follow as their gradients arrive. ``checked``: an update reads its gradient once before, for values that are not finite.
     ``norm_copies``: what the norm of a gradient reads and writes on the host, in sizes of the gradient. ``sharded``: the home
     blocks of which each rank updates a share; of several hosts, each has the optimizer state of its ranks' shares alone.
-    ``in_turn``: updates come in the order of the gradients, never patient, as ranks of other hosts gather what they change."""
+    ``in_turn``: updates come in the order of the gradients, never patient, as ranks of other hosts gather what they change.
+    ``streamed``: what crosses the link in each direction for an update on the device of a parameter whose home is the host, in
+    sizes of the parameter: weight, remainder and state; 0: the device updates none of these."""
 
     state_copies: float = 2.0
     workspace_copies: float = 0.0
@@ -40,6 +42,7 @@ class Updates:
     norm_copies: float = 1.0
     sharded: tuple[str, ...] = ()
     in_turn: bool = False
+    streamed: int = 0
 
     def __str__(self) -> str:
         when = "once all gradients and their norm are there" if self.held else "as gradients arrive"
@@ -177,6 +180,12 @@ class Plan:
         decision = self.find("gradients", block)
         return decision is not None and decision.choice == "early"
 
+    def streams(self, block: str) -> bool:
+        """Says whether the device updates a block whose home is the host: its state comes there and goes home again."""
+        decision = self.decisions.of_kind("update").get(block)
+        device = decision is not None and decision.choice == "device" and self.params(block) == "host"
+        return device and self.updates is not None and self.updates.streamed > 0
+
     def activation(self, value: str) -> Choice:
         """The tier where a value waits between uses, or ``recompute``."""
         decision = self.find("activation", value) or self.find("activation", "*")
@@ -236,7 +245,9 @@ class Plan:
             ahead = f"reads are {self.disk_lookahead} region(s) before the fetch"
             lines.append(f"  {traffic}; {'weights go straight to the device' if self.disk_direct else ahead}")
         if self.updates is not None:
-            lines.append(f"  updates: {self.updates}")
+            streamed = sum(map(self.streams, self.decisions.of_kind("update")))
+            also = f"; the device updates {streamed} home blocks of the host, whose state crosses for that" if streamed else ""
+            lines.append(f"  updates: {self.updates}{also}")
         if self.narrow and self.wide:
             lines.append(f"  casts: on the host, except for {len(self.wide)} home blocks, which cross as they are")
         if self.parts:

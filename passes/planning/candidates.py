@@ -13,7 +13,7 @@ from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, get_args
 
-from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes
+from mtcompile.passes.analysis.state import Budgets, held_nbytes, param_nbytes, streamable
 from mtcompile.passes.plan import Certificate, Plan, Updates
 from mtcompile.passes.planning.blocks import Block, blocks_of, decided, everything
 from mtcompile.passes.planning.climbs.casts import casting, casts
@@ -150,7 +150,8 @@ class Candidates:
     def _ways(self) -> Ways:
         budgets, blocks, sizes = self.problem.budgets, self.blocks, self.open_params
         held, host = held_nbytes(self.problem.step, budgets), budgets.host_activations
-        kinds = moves(blocks, sizes, host) + singles(blocks, sizes, host, self.effort.evaluations)
+        streaming = {home: self.sizes[home] for home in streamable(self.problem.step, budgets)}
+        kinds = moves(blocks, sizes, host, streaming) + singles(blocks, sizes, host, self.effort.evaluations)
         return Ways(kinds, rooms(blocks, sizes, held, host), filling(sizes, held))
 
     @cached_property

@@ -80,6 +80,7 @@ class Reasons:
             "return": self._ahead,
             "load": self._ahead,
             "gradients": self._gradients,
+            "update": self._update,
         }
         return ways[decision.kind](decision)
 
@@ -100,7 +101,8 @@ class Reasons:
         if d.choice == "disk":
             when = "fetched straight" if plan.disk_direct else f"read {plan.disk_lookahead} region(s) before it is fetched"
             where = f"on the host it would take {gib(held)}{self._short('host', held)}; {when}"
-        costs += [f"copying its gradients home {_ms(store_us)}", f"updating it there {_ms(update_us)}"] if trained else []
+        if trained and not plan.streams(home):
+            costs += [f"copying its gradients home {_ms(store_us)}", f"updating it there {_ms(update_us)}"]
         fixed = ""
         if self.problem.fixed_homes.get(home) == d.choice != "disk":
             fixed = "the device needs few of its rows: " if home in self.by_rows else "decided before this plan: "
@@ -132,6 +134,17 @@ class Reasons:
         if d.choice == "early":
             return f"late, {gib(d.nbytes)} would be beside the next regions, which wait {_ms(us)} for their copy home"
         return f"their copy home of {_ms(us)} goes on beside the next regions, and so do {gib(d.nbytes)}"
+
+    def _update(self, d: Decision) -> str:
+        updates, trained = self.problem.budgets.updates, self.trained.get(d.subject, 0)
+        if updates is None or not updates.streamed or self.plan.params(d.subject) != "host":
+            return "it is updated where its home is"
+        host_us, nbytes = update_cost(updates, self.machine, "host", trained)[1], updates.streamed * trained
+        comes, goes = (_ms(self.machine.copy_us(nbytes, queue)) for queue in ("h2d", "d2h"))
+        if d.choice == "device":
+            state = f"{gib(nbytes)} of weights and state come in {comes} and go home in {goes}"
+            return f"the host would take {_ms(host_us)}, and updates others meanwhile; {state}"
+        return f"the host takes {_ms(host_us)}; {gib(nbytes)} would come to the device in {comes} and go home in {goes}"
 
     def _crossing(self) -> tuple[dict[str, dict[Phase, float]], dict[str, float]]:
         """Returns the µs of the copies of each home, were it on the host: to the device, by phase, and of gradients."""

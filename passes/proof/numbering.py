@@ -20,6 +20,7 @@ from mtcompile.passes.proof.values import Key, Operand, ValueNumbers, arguments,
 from mtcompile.passes.step_graph import (
     all_gather,
     body_outputs,
+    fetch_state,
     gradient_norms,
     gradient_scale,
     inputs_of,
@@ -34,6 +35,7 @@ from mtcompile.passes.step_graph import (
     placeholders,
     prefetch_rows,
     prefetch_slices,
+    scales_of,
 )
 
 Number = tuple[Any, ...]  # what a value is; of an operation's result, one integer
@@ -178,10 +180,12 @@ def over_ranks(collective: Any, value: Number) -> Number:
 
 def _updated(node: fx.Node, values: list[Number]) -> tuple[Number, ...]:
     """Numbers what an update makes, by its operands; norms and a scale, by the gradients that they are made of, in order."""
+    if node.target is fetch_state:
+        return (("state", *values),)
     if node.target is gradient_norms:
         return (("norms", *values),)
     if node.target is gradient_scale:
         return (("scale", *(grad for norms in values for grad in norms[1:])),)
     count: Any = node.kwargs["count"]
-    pairs = zip(values[:count], values[count : 2 * count], strict=True)
-    return tuple(("update", *pair, *values[2 * count :]) for pair in pairs)
+    pairs, scales = zip(values[:count], values[count : 2 * count], strict=True), values[2 * count :][: len(scales_of(node))]
+    return tuple(("update", *pair, *scales) for pair in pairs)

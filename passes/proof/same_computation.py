@@ -32,6 +32,7 @@ from mtcompile.passes.step_graph import (
     body_outputs,
     broadcast,
     calls,
+    fetch_state,
     gathers_parts,
     gradient_norms,
     inputs_of,
@@ -48,10 +49,12 @@ from mtcompile.passes.step_graph import (
     ranks_of,
     reduce_scatter,
     results,
+    scales_of,
     source,
     span_nbytes,
     step_outputs,
     storage_nbytes,
+    streamed_state,
     update,
 )
 from mtcompile.runtime.schedule import aligned
@@ -222,8 +225,8 @@ def _same_updates(
                 lambda c=call, g=given: f"{c.name} to update {c.args[: c.kwargs['count']]} under their names, found {g}",
             )
             updated += given
-            scales.add(tuple(rewritten[scale] for scale in call.args[2 * count :]))
-        elif is_update(call):
+            scales.add(tuple(rewritten[scale] for scale in scales_of(call)))
+        elif is_update(call) and call.target is not fetch_state:
             (item,) = results(call)
             expected = rewritten[item][1:]
             right = tuple(grads.get(name) for name in given) == expected and rewritten[item][0] in ("norms", "scale")
@@ -357,12 +360,17 @@ def _expected(step: fx.GraphModule, call: fx.Node, item: fx.Node, captured: set[
     tier = call.meta["tier"]
     count: Any = call.kwargs.get("count", len(operands))
     moved = operands[: 2 * count]
-    there = (tier, "disk") if call.target is update and tier == "host" else (tier,)  # the host updates what is on disk
+    there: tuple[str, ...] = (tier, "disk") if call.target is update and tier == "host" else (tier,)  # the host does both
+    if call.target is fetch_state or (call.target is update and streamed_state(call) is not None):
+        there = ("host",)
     right = all(operand.meta["tier"] in (there if i < count else (tier,)) for i, operand in enumerate(moved))
     expect(right, lambda: f"{call.name} to take operands on the {tier}")
     if call.target is update:
         param = operands[position]
         return _layout(param.meta["val"]), param.meta["nbytes"], param.meta["tier"]
+    if call.target is fetch_state:
+        nbytes: Any = call.kwargs["nbytes"]
+        return _layout(torch.empty(nbytes, dtype=torch.uint8, device="meta")), nbytes, tier
     wide = any(operand.meta["val"].dtype == torch.float64 for operand in operands)
     dtype = torch.float64 if wide else torch.float32
     shape = (len(operands),) if call.target is gradient_norms else ()

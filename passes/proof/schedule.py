@@ -26,6 +26,7 @@ from mtcompile.passes.step_graph import (
     all_gather,
     body_outputs,
     calls,
+    fetch_state,
     gathers_parts,
     gradient_norms,
     gradient_scale,
@@ -49,8 +50,10 @@ from mtcompile.passes.step_graph import (
     recomputes,
     reduce_scatter,
     results,
+    scales_of,
     source,
     step_outputs,
+    streamed_state,
     update,
     write,
 )
@@ -148,12 +151,27 @@ def _updates_as_asked(step: fx.GraphModule, given: Given) -> None:
             expect(spec.kind == kind, lambda s=spec, k=kind: f"{k} of {s.name}, found {s.kind}")
     for call in calls(step):
         if call.target is update:
-            count: Any = call.kwargs["count"]
-            scaled = len(call.args) == 2 * count + (updates is not None and updates.held)
+            scaled = len(scales_of(call)) == (updates is not None and updates.held)
             expect(scaled, lambda c=call: f"{c.name} to be scaled exactly where the norm of all gradients is asked for")
             shares = set() if updates is None else {*updates.sharded}
+            _streamed_as_asked(step, call, given)
             _scattered_as_asked(step, call, shares)
             _gathered_as_asked(step, call, shares - given.budgets.parts if given.budgets.hosts > 1 else ())
+
+
+def _streamed_as_asked(step: fx.GraphModule, call: fx.Node, given: Given) -> None:
+    """Checks that the device updates exactly those parameters of which the plan lets it, if that was allowed, and that their
+    state has room for a weight, its remainder and its fp32 state each."""
+    state, updates, count = streamed_state(call), given.budgets.updates, call.kwargs["count"]
+    for name in call.meta["names"]:
+        asked = "streamed" if given.plan.streams(step.meta["homes"][name]) else "not streamed"
+        right = (asked == "streamed") == (state is not None)
+        expect(right, lambda n=name, a=asked: f"{n} to be {a} for its update")
+    if state is not None:
+        params, fetch = call.args[:count], state.args[0]
+        expect(fetch.args == params, lambda: f"{fetch.name} to bring the state of {params}, found that of {fetch.args}")
+        nbytes = (0 if updates is None else updates.streamed) * sum(param.meta["nbytes"] for param in params)
+        expect(0 < nbytes == state.meta["nbytes"], lambda: f"{nbytes} B for {state.name}, found {state.meta['nbytes']}")
 
 
 def _scattered_as_asked(step: fx.GraphModule, call: fx.Node, shares: Collection[str]) -> None:
@@ -237,7 +255,8 @@ def _made(call: fx.Node, item: fx.Node, leaves: bool) -> Buffer:
     if call.target is update:
         position: Any = item.args[1]
         return replace(buffer, kind="home", version_of=str(call.args[position]))
-    return replace(buffer, kind="pooled" if meta["tier"] == "device" else "placed")
+    pooled = meta["tier"] == "device" and call.target is not fetch_state
+    return replace(buffer, kind="pooled" if pooled else "placed")
 
 
 # ------------------------------------------------------------------------------------------------------ the instructions
@@ -294,7 +313,12 @@ def _instruction(step: fx.GraphModule, call: fx.Node, given: Given) -> Instructi
         return replace(row, work="convert")
     if is_collective(call):
         return replace(row, queue="network", work="collective", nbytes=sum(operand.meta["nbytes"] for operand in operands))
-    expect(call.target in (update, gradient_norms, gradient_scale), lambda: f"a call of the step graph, found {call}")
+    allowed = update, fetch_state, gradient_norms, gradient_scale
+    expect(call.target in allowed, lambda: f"a call of the step graph, found {call}")
+    if call.target is fetch_state:
+        return replace(row, queue="h2d", work="update", nbytes=written[0].meta["nbytes"])
+    if (state := streamed_state(call)) is not None:
+        return replace(row, queue="d2h", work="update", nbytes=state.meta["nbytes"])
     if call.meta["tier"] == "host":
         return replace(row, work="update")
     updates, workspace = given.budgets.updates, 0

@@ -26,6 +26,7 @@ from mtcompile.passes.step_graph import (
     read,
     regions,
     results,
+    updated_names,
     write,
 )
 from mtcompile.runtime.schedule import PHASES, Phase
@@ -211,7 +212,7 @@ def _behind(region: fx.Node) -> fx.Node:
 def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Sends gradients and new buffer versions home right after the region that makes them, in one offload per region and home,
     and one for each gradient that crosses by rows; a gradient whose parameter lives on the device stays there and leaves with
-    the outputs."""
+    the outputs, and so does one whose parameter the device will update."""
     output, homes = step.graph.output_node(), step.meta["homes"]
     values = list(output.args[0])
     specs = step.meta["outputs"]
@@ -223,8 +224,11 @@ def offload_gradients(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     rows = {node.meta["name"]: taken for node, taken in _rows(step).items()}
     # region -> home, and what is apart -> positions of its results among the outputs
     leaving: dict[fx.Node, dict[tuple[str, str], list[int]]] = {}
+    updated = updated_names(step)
     for position, (spec, value) in enumerate(zip(specs, values, strict=True)):
         home = inputs[spec.index].meta["tier"] if spec.kind != "output" else "device"
+        if spec.kind == "grad" and spec.name in updated and plan.streams(homes.get(spec.name, "")):
+            continue
         if spec.kind != "output" and home != "device":
             by_rows = spec.name if spec.name in rows else ""
             leaving.setdefault(value.args[0], {}).setdefault((homes.get(spec.name, ""), by_rows), []).append(position)

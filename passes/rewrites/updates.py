@@ -6,10 +6,21 @@ takes longer than the blocks beside it, such as one on disk, then keeps none of 
 are listed at the end, in the plan's order: each begins as soon as its gradients are there and its turn has come, and no copy
 waits for it. *Held*, all come at the end, once the norm of all gradients is known: a norm per gradient as it arrives, then
 one scale that every update reads.
+
+The device updates what is at home there, and what the plan *streams*: weights at home on the host whose gradients stay where
+they were made, while all that their update reads and writes comes to a slot and goes home again on the copying queues, so that
+the host updates others at the same time:
+
+    host     update of block 7             | update of block 5
+    h2d      state of block 6              | state of block 4
+    d2h      update of block 8, home again | update of block 6, home again
+
+State comes while that for the update before goes home: each is fetched before that update is listed.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -17,10 +28,12 @@ from typing import TypeVar
 import torch
 from torch import fx
 
+from mtcompile.passes.analysis.state import crossing_alone
 from mtcompile.passes.insert import add_call, add_move
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.step_graph import (
     calls,
+    fetch_state,
     gradient_norms,
     gradient_scale,
     new_node,
@@ -29,6 +42,7 @@ from mtcompile.passes.step_graph import (
     prefetch,
     results,
     step_outputs,
+    streamed_state,
     update,
 )
 from mtcompile.runtime.schedule import aligned
@@ -38,12 +52,14 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The parameters whose gradients one call makes. ``outputs``: positions of these gradients among the step's outputs."""
+    """The parameters whose gradients one call makes. ``outputs``: positions of these gradients among the step's outputs;
+    ``streamed``: bytes that cross each way for an update on the device of what is at home on the host; 0 for others."""
 
     call: fx.Node
     outputs: tuple[int, ...]
     params: tuple[fx.Node, ...]
     grads: tuple[fx.Node, ...]
+    streamed: int
 
     @property
     def tier(self) -> str:
@@ -54,7 +70,7 @@ def place_updates(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Inserts the updates of the parameters named in ``step.meta["updated"]`` (without it: of all that have gradients)."""
     if plan.updates is None:
         return step
-    groups = _groups(step)
+    groups = _groups(step, plan.updates.streamed)
     if not groups:
         return step
     order = calls(step)
@@ -81,8 +97,16 @@ def place_updates(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         for group in placed:
             with step.graph.inserting_before(anchors[position]):
                 updated |= _update(step, group, scale.get(group.tier))
+    _bring_state_ahead(step)
     _replace_outputs(step, updated)
     return step
+
+
+def _bring_state_ahead(step: fx.GraphModule) -> None:
+    fetched = [(call, state) for call in calls(step) if call.target is update and (state := streamed_state(call)) is not None]
+    for (before, _), (_, state) in itertools.pairwise(fetched):
+        before.prepend(state.args[0])
+        before.prepend(state)
 
 
 def later(items: Sequence[_Item], by: int) -> list[_Item]:
@@ -96,39 +120,56 @@ def _in_order(groups: list[_Group], order: tuple[str, ...]) -> list[_Group]:
     return sorted(groups, key=lambda group: ranks.get(group.params[0].name, len(ranks)))
 
 
-def _groups(step: fx.GraphModule) -> list[_Group]:
-    """The groups in the order in which their gradients are made."""
+def _groups(step: fx.GraphModule, copies: int) -> list[_Group]:
+    """The groups in the order in which their gradients are made; of one call, those that are streamed come last, with what
+    crosses alone apart. ``copies``: of a parameter that cross for an update."""
     inputs = {
         spec.index: (spec, node)
         for spec, node in zip(step.meta["inputs"], placeholders(step.graph), strict=True)
         if spec.role == "param"
     }
     wanted = step.meta.get("updated")
-    outputs: dict[fx.Node, list[int]] = {}
+    alone = crossing_alone(step) if copies else ()
+    outputs: dict[fx.Node, dict[object, list[int]]] = {}  # by whether they are streamed, or by what crosses alone
     values = step_outputs(step)
     for position, (spec, value) in enumerate(zip(step.meta["outputs"], values, strict=True)):
         if spec.kind == "grad" and spec.index in inputs and (wanted is None or inputs[spec.index][0].name in wanted):
-            outputs.setdefault(value.args[0], []).append(position)
-    ordered = (call for call in calls(step) if call in outputs)
-    specs = step.meta["outputs"]
-    return [
-        _Group(
-            call,
-            tuple(outputs[call]),
-            tuple(inputs[specs[position].index][1] for position in outputs[call]),
-            tuple(values[position] for position in outputs[call]),
-        )
-        for call in ordered
-    ]
+            streamed = (value.meta["tier"], inputs[spec.index][1].meta["tier"]) == ("device", "host")
+            key = spec.name if streamed and spec.name in alone else streamed
+            outputs.setdefault(value.args[0], {False: []}).setdefault(key, []).append(position)
+    specs, groups = step.meta["outputs"], list[_Group]()
+    for call in calls(step):
+        for key, places in outputs.get(call, {}).items():
+            params = tuple(inputs[specs[place].index][1] for place in places)
+            grads, nbytes = tuple(values[place] for place in places), sum(param.meta["nbytes"] for param in params)
+            streamed = 0 if key is False else copies * nbytes
+            groups += [_Group(call, tuple(places), params, grads, streamed)] if places else []
+    return groups
 
 
 def _update(step: fx.GraphModule, group: _Group, scale: fx.Node | None) -> dict[int, fx.Node]:
     """Inserts the update of one group; the parameters' next versions by position among the outputs."""
-    operands = (*group.params, *group.grads, *(() if scale is None else (scale,)))
-    node = new_node(step.graph, "call_function", update, operands, {"count": len(group.params)}, f"update_{group.call.name}")
+    operands, name = (*group.params, *group.grads, *(() if scale is None else (scale,))), f"update_{_name(group)}"
+    if group.streamed:
+        operands = *operands, _fetched_state(step.graph, group)
+    node = new_node(step.graph, "call_function", update, operands, {"count": len(group.params)}, name)
     node.meta.update(_meta(group))
     versions = add_call(step.graph, node, [(f"{p.name}_updated", {**p.meta, "version_of": p.name}) for p in group.params])
     return dict(zip(group.outputs, versions, strict=True))
+
+
+def _fetched_state(graph: fx.Graph, group: _Group) -> fx.Node:
+    """Inserts the fetch of all that a streamed update reads and writes."""
+    kwargs, name = {"nbytes": group.streamed}, f"fetch_state_{_name(group)}"
+    node = new_node(graph, "call_function", fetch_state, group.params, kwargs, name)
+    node.meta.update(_meta(group))
+    val = torch.empty(group.streamed, dtype=torch.uint8, device="meta")
+    (state,) = add_call(graph, node, [(f"state_{_name(group)}", _state_meta(val, "device"))])
+    return state
+
+
+def _name(group: _Group) -> str:
+    return f"{group.call.name}_{group.params[0].name}" if group.streamed else str(group.call.name)
 
 
 def _meta(group: _Group) -> dict[str, object]:
@@ -139,14 +180,15 @@ def _meta(group: _Group) -> dict[str, object]:
 def _scales(step: fx.GraphModule, groups: list[_Group]) -> dict[str, fx.Node]:
     """Inserts the norms of all gradients and the factor made of them; the factor by the tier where it is."""
     graph, norms = step.graph, []
+    behind = {group.call: results(group.call)[-1].next for group in groups}
     for group in groups:
-        with graph.inserting_before(results(group.call)[-1].next):
-            node = graph.create_node("call_function", gradient_norms, group.grads, name=f"norms_{group.call.name}")
+        with graph.inserting_before(behind[group.call]):
+            node = graph.create_node("call_function", gradient_norms, group.grads, name=f"norms_{_name(group)}")
             node.meta.update(_meta(group))
             value = torch.empty(len(group.grads), dtype=_norm_dtype([group]), device="meta")
-            (norm,) = add_call(graph, node, [(f"norm_{group.call.name}", _scalar_meta(value, group.tier))])
+            (norm,) = add_call(graph, node, [(f"norm_{_name(group)}", _state_meta(value, group.tier))])
             if group.tier == "device":
-                block, name = group.call.meta["block"], f"store_norm_{group.call.name}"
+                block, name = group.call.meta["block"], f"store_norm_{_name(group)}"
                 (norm,) = add_move(graph, offload, [norm], ("backward", block), name)
         norms.append(norm)
     last = groups[-1]
@@ -154,7 +196,7 @@ def _scales(step: fx.GraphModule, groups: list[_Group]) -> dict[str, fx.Node]:
         node = graph.create_node("call_function", gradient_scale, tuple(norms), name="gradient_scale")
         node.meta.update(_meta(last), tier="host", names=tuple(p.meta["name"] for g in groups for p in g.params))
         one = torch.empty((), dtype=_norm_dtype(groups), device="meta")
-        (scale,) = add_call(graph, node, [("scale", _scalar_meta(one, "host"))])
+        (scale,) = add_call(graph, node, [("scale", _state_meta(one, "host"))])
         scales = {"host": scale}
         if any(group.tier == "device" for group in groups):
             (scales["device"],) = add_move(graph, prefetch, [scale], ("backward", last.call.meta["block"]), "fetch_scale")
@@ -167,7 +209,7 @@ def _norm_dtype(groups: list[_Group]) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
-def _scalar_meta(value: torch.Tensor, tier: str) -> dict[str, object]:
+def _state_meta(value: torch.Tensor, tier: str) -> dict[str, object]:
     return {"val": value, "nbytes": aligned(value.numel() * value.element_size()), "role": "state", "tier": tier}
 
 

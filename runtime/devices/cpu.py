@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -256,6 +257,9 @@ class CpuMemory:
             if home := self.schedule.buffers[name].version_of:  # it is written in place
                 self.tensors[name] = self.tensors[home]
         collective([self.tensors[name] for name in reads], [self.tensors[name] for name in writes])
+
+    def stream(self, kernel: Callable[..., None], reads: Sequence[str], writes: Sequence[str]) -> None:
+        self.exchange(functools.partial(kernel, self._copy_parts), reads, writes)
 
     def _empty(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor without elements, of the declared dtype: kernels that find nothing to do may give another one."""

@@ -272,8 +272,27 @@ def streamed(layers: int) -> Schedule:
     return b.build()
 
 
+def update_on_device() -> Schedule:
+    """Two weights at home on the host are updated by the device: the state of one comes while the other goes home."""
+    b = Builder()
+    b.phase = "backward"
+    for k in range(2):
+        w = b.slot(f"w{k}", f"p{k}", k * UNIT, "param", "h2d")
+        b.copy("h2d", b.home(f"p{k}", "param"), w)
+        b.run("layer_backward", (w, b.home(f"x{k}", "input", "device")), (b.pooled(f"g{k}", "grad"),))
+        b.free(w)
+        b.run("fetch_state", (f"p{k}",), (b.slot(f"s{k}", f"s{k}", (2 + k) * UNIT, "state", "h2d"),), "h2d")
+    for k in range(2):
+        new = b.buffer(f"p{k}.new", f"p{k}.new", "host", "home", "param", version_of=f"p{k}")
+        b.run("update", (f"g{k}", f"s{k}"), (new,), "d2h")
+        b.free(f"g{k}")
+        b.free(f"s{k}", "d2h")
+    return b.build()
+
+
 def small_schedules() -> dict[str, Schedule]:
     makers = (inference, training, offload, recompute, from_disk, straight_from_disk, module_buffers, update_on_host)
+    makers = (*makers, update_on_device)
     return {make.__name__: make() for make in makers}
 
 

@@ -28,6 +28,7 @@ from tests.helpers.schedules import (
     straight_from_disk,
     streamed,
     training,
+    update_on_device,
 )
 
 SCHEDULES = small_schedules()
@@ -167,6 +168,7 @@ def appended(schedule: Schedule, *rows: Instruction) -> Schedule:
 
 T = training()
 D = straight_from_disk()
+U = update_on_device()
 LAST = len(T) - 1
 COPY_W0, RUN_A0, FREE_W0 = find(T, "copy", "w0"), find(T, "run", "a0"), find(T, "free", "w0")
 CASES: dict[str, tuple[str, int | None, str, Callable[[], Schedule]]] = {
@@ -200,7 +202,20 @@ CASES: dict[str, tuple[str, int | None, str, Callable[[], Schedule]]] = {
     "not allocated": ("I1", 0, "expected one alloc of w0, found none", lambda: without(T, "alloc", "w0")),
     "never used": ("I1", None, "expected one alloc of w9", lambda: _with_buffer("w9")),
     "not written": ("I1", 0, "expected one instruction that writes w0", lambda: without(T, "copy", "w0")),
-    "kernel on a copy queue": ("I1", RUN_A0, "expected kernels on queues", lambda: edit(T, RUN_A0, queue="h2d")),
+    "kernel on a disk's queue": ("I1", RUN_A0, "expected kernels on queues", lambda: edit(T, RUN_A0, queue="disk_read")),
+    "kernel on a copy queue": ("I1", RUN_A0, "found w0 on tier device", lambda: edit(T, RUN_A0, queue="h2d")),
+    "state that another kernel reads": (
+        "I1",
+        find(U, "run", "p0.new"),
+        "expected no other reader of s0, which this changes",
+        lambda: edit(U, find(U, "run", "p1.new"), reads=("g1", "s0", "s1")),
+    ),
+    "a copy home by a kernel": (
+        "I1",
+        find(U, "run", "p0.new"),
+        "expected next versions of homes from a kernel on d2h, found p0.new",
+        lambda: edit_buffer(U, "p0.new", version_of=""),
+    ),
     "kernel on another tier": ("I1", RUN_A0, "p0 on tier host", lambda: edit(T, RUN_A0, reads=("p0", "x"))),
     "copy the wrong way": ("I1", COPY_W0, "found host -> device", lambda: edit(T, COPY_W0, queue="d2h")),
     "copy another value": ("I1", COPY_W0, "found p1 -> p0", lambda: edit(T, COPY_W0, reads=("p1",))),

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from mtcompile.errors import StepError
 from mtcompile.optim.disk_state import REMAINDER, DiskState, OnDisk, Staged
-from mtcompile.optim.master_weights import Masters
+from mtcompile.optim.master_weights import Copy, Fetched, Masters
 from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.optim.written_update import count_step, norm_in_fp32
-from mtcompile.passes.step_graph import Fragment, gradient_norms, gradient_scale, update
+from mtcompile.passes.step_graph import Fragment, fetch_state, gradient_norms, gradient_scale, update
 from mtcompile.runtime.optim import host_kernels
 from mtcompile.torch_private import Clipping, gradient_norm, total_norm
 
@@ -65,8 +65,9 @@ class Backward:
     host updates after those of its current update, in order. ``has_updated``: whether anything but what is on disk has
     changed. ``entries``: of parameters on disk whose updates have begun, their entries in the optimizer before;
     ``carried_nbytes``: of the disk, then. ``clipping``: for a loop that clips; ``notes_norms``: whether it wants norms of
-    gradients whose updates do not need them. ``sums``: by the names of parameters, of gradients of backwards before this one
-    in its step; ``added``: the parameters and fragments whose gradients are in them now.
+    gradients whose updates do not need them. ``sums``: by the names of parameters, of gradients of backwards before this one in
+    its step; ``added``: the parameters and fragments whose gradients are in them now. ``fetched``: by names,
+    parameters at home on the host that have come to the device for their update.
     """
 
     number: int
@@ -92,6 +93,7 @@ class Backward:
     clipping: Clipping = field(default_factory=Clipping)
     notes_norms: bool = False
     carried_nbytes: int = 0
+    fetched: dict[tuple[str, ...], list[Fetched]] = field(default_factory=dict)
 
     def begin_on_disk(self, disk: DiskState, parameter: nn.Parameter) -> None:
         """Notes that an update of a parameter on disk begins."""
@@ -330,18 +332,53 @@ def _update_masters(
     scale = 1.0 if factor is None else float(factor)
     parameters = [backward.parameters[name] for name in grads]
     rows = [(p, grad, backward.groups[id(p)][1]) for p, grad in zip(parameters, grads.values(), strict=True)]
+    _update_by_kernel(backward, list(grads), lambda checks: masters.update(backward.optimizer, rows, scale, checks), checked)
+
+
+def _update_by_kernel(backward: Backward, names: Sequence[str], run: Callable[[bool], int | None], checked: bool) -> None:
+    """Updates parameters with masters by one call. ``run``: looks for values that are not finite first, if it is told to, and
+    returns the position of a gradient that has one."""
+    parameters = [backward.parameters[name] for name in names]
     stateless = [parameter for parameter in parameters if not backward.optimizer.state.get(parameter)]
     try:
-        position = masters.update(backward.optimizer, rows, scale, checked)
+        position = run(checked)
     except BaseException:
         backward.has_updated = True
         raise
     if position is not None:  # nothing of these was changed
-        _stop_or_warn(backward, list(grads)[position])
+        _stop_or_warn(backward, names[position])
     backward.has_updated = True
     if position is not None:
-        masters.update(backward.optimizer, rows, scale)
+        run(False)
     backward.allocated_state |= any(backward.optimizer.state.get(parameter) for parameter in stateless)
+
+
+def _fetch_state(backward: Backward, names: tuple[str, ...], copy: Copy, values: Sequence[Tensor], rooms: list[Tensor]) -> None:
+    """Brings parameters at home on the host to the device, with all that their updates read and write, into the one room."""
+    assert backward.masters is not None
+    if not backward.skips:
+        parameters = [backward.parameters[name] for name in names]
+        rows = [(parameter, backward.groups[id(parameter)][1]) for parameter in parameters]
+        backward.fetched[names] = backward.masters.fetched(backward.optimizer, rows, rooms[0], copy)
+
+
+def update_streamed(
+    backward: Backward, names: tuple[str, ...], copy: Copy, values: Sequence[Tensor], versions: list[Tensor]
+) -> None:
+    """Updates on the device what ``_fetch_state`` has brought there, and takes it home again. ``values``: as of ``_update``,
+    and that room."""
+    masters, fetched = backward.masters, backward.fetched.pop(names, None)
+    if backward.skips or fetched is None or masters is None:
+        return
+    grads, factors = summed(backward, names, values[len(names) : 2 * len(names)]), values[2 * len(names) : -1]
+    if backward.notes_norms and not backward.options.needs_all_gradients:
+        _note_norms(backward, names, grads)
+    scale = float(factors[0]) if factors and backward.options.max_grad_norm is not None else 1.0
+
+    def run(checked: bool) -> int | None:
+        return masters.update_fetched(backward.optimizer, fetched, grads, scale, checked, copy)
+
+    _update_by_kernel(backward, names, run, not backward.options.needs_all_gradients)
 
 
 def update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None, staged: Staged | None = None) -> None:
@@ -370,8 +407,9 @@ def update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor
 
 
 # By the operation of the step graph.
-KERNELS: dict[Any, Callable[..., Sequence[Tensor]]] = {
+KERNELS: dict[Any, Callable[..., Any]] = {
     update: _update,
+    fetch_state: _fetch_state,
     gradient_norms: _norms,
     gradient_scale: _clip_factor,
 }

@@ -23,23 +23,24 @@ from mtcompile.capture.refusals import first_line
 from mtcompile.errors import StepError
 from mtcompile.optim.backward.checks import check_loss, check_memory, check_optimizer, check_parameters, check_step
 from mtcompile.optim.backward.fragments import FragmentUpdates
-from mtcompile.optim.backward.kernels import KERNELS, Backward, Shares, tell_what_changed
+from mtcompile.optim.backward.kernels import KERNELS, Backward, Shares, tell_what_changed, update_streamed
 from mtcompile.optim.backward.loop import Loop, check_others
 from mtcompile.optim.backward.waiting_state import let_wait
 from mtcompile.optim.calling_trainer import CallingTrainer
 from mtcompile.optim.disk_state import DiskState
 from mtcompile.optim.master_weights import Masters
-from mtcompile.optim.state_sizes import STATES, is_elementwise, update_workspace
+from mtcompile.optim.state_sizes import STATES, is_elementwise, streamed_copies, update_workspace
 from mtcompile.optim.update_options import UpdateOptions
 from mtcompile.optim.wholeness import Wholeness, parameters_of
+from mtcompile.optim.written_update import class_name
 from mtcompile.passes.analysis.state import UPDATE_SETS
 from mtcompile.passes.plan import NORM_COPIES, Updates
-from mtcompile.passes.step_graph import Fragment, calls, fragments_of, is_update, update
+from mtcompile.passes.step_graph import Fragment, calls, fragments_of, is_update, streamed_state, update
 from mtcompile.references import weakly
 from mtcompile.runtime.optim.host_kernels import library
 from mtcompile.runtime.schedule import gib
 
-Kernel = Callable[..., Sequence[Tensor]]
+Kernel = Callable[..., Any]
 _ISSUING = 2  # threads that updates leave to those that issue kernels and copies
 
 
@@ -136,7 +137,11 @@ class UpdatesInBackward:
         keeps_state = all(group.get("momentum", 1) for group in groups)
         workspace = update_workspace(self.masters is not None, keeps_state, library() is not None)
         held, norm_copies = self.options.needs_all_gradients, 1.0 if self.masters is None else NORM_COPIES
-        return Updates(state_copies, workspace, held, self.options.run_ahead, checked=not held, norm_copies=norm_copies)
+        streams, states = self.masters is not None and self.masters.may_be_on(self._where, self.optimizer), 0
+        if streams and keeps_state and self.optimizer is not None and library() is not None:
+            states = len(STATES[class_name(self.optimizer)])
+        updates = Updates(state_copies, workspace, held, self.options.run_ahead, checked=not held, norm_copies=norm_copies)
+        return replace(updates, streamed=streamed_copies(streams, states))
 
     def kernels(self, step: fx.GraphModule) -> dict[str, Callable[..., Sequence[Tensor]]]:
         """The kernels of a schedule's update instructions, by name."""
@@ -153,7 +158,7 @@ class UpdatesInBackward:
             for place, node in enumerate(on_host, 1)
         }
         return {
-            node.name: functools.partial(self._run, KERNELS[node.target], parts, coming.get(node), node.meta["names"])
+            node.name: functools.partial(self._run, _kernel_of(node), parts, coming.get(node), node.meta["names"])
             for node in nodes
         }
 
@@ -176,7 +181,7 @@ class UpdatesInBackward:
         with self.marking_failure(), torch.no_grad():
             if coming is not None:
                 backward.coming = coming
-            updated = kernel(backward, names, *values)
+            updated: Sequence[Tensor] = kernel(backward, names, *values)
             for name in names if kernel is KERNELS[update] else ():
                 backward.sums.pop(name, None)
             if coming is not None and not coming and self.disk is not None:
@@ -373,6 +378,10 @@ class UpdatesInBackward:
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._ended is not None:
             check_step(self._ended, optimizer)
+
+
+def _kernel_of(node: fx.Node) -> Kernel:
+    return KERNELS[node.target] if streamed_state(node) is None else update_streamed
 
 
 def _clipping_by(options: UpdateOptions) -> str:

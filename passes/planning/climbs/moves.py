@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
+from types import MappingProxyType
 
 from torch import fx
 
@@ -17,19 +18,23 @@ from mtcompile.passes.plan import Choice, Kind, Plan
 from mtcompile.passes.planning.blocks import Block, about_homes, blocks_alike, differ, keeping, kept_positions, placing
 from mtcompile.passes.planning.climbs.move import FIRST, LAST, THEN, Move, Moved
 from mtcompile.passes.planning.climbs.waits import loads_late, waits, waits_together
+from mtcompile.passes.planning.disk.spacing import spaced
 from mtcompile.passes.planning.variants import Variant
 
 _MOST_AHEAD = 4
 
 
-def moves(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool) -> list[Move]:
+def moves(
+    blocks: Sequence[Block], sizes: Mapping[str, int], host: bool, streamable: Mapping[str, int] = MappingProxyType({})
+) -> list[Move]:
     """Returns the moves of a step. ``sizes``: bytes of the homes whose tier is open; ``host``: whether activations may go
-    home."""
+    home; ``streamable``: bytes of the homes that the device may update though they are on the host."""
     by_size: dict[int, list[str]] = {}
     for home, nbytes in sizes.items():
         by_size.setdefault(nbytes, []).append(home)
     homes = [_of_homes(each, sizes) for each in by_size.values()]
     loads = [loads_late(blocks)] if host else []
+    homes += [partial(_streams, streamable)] if streamable else []
     of_blocks = [_of_blocks(each, host, host and differ(blocks)) for each in blocks_alike(blocks)]
     if differ(blocks):  # so that those of single blocks, which are many, do not come before all others
         return [waits_together(sizes), *loads, _ahead, *homes, *of_blocks, waits(by_size, sizes)]
@@ -65,6 +70,26 @@ def _of_homes(homes: Sequence[str], sizes: Mapping[str, int]) -> Move:
             yield set_to(plan, "params", {home: "host"}, "last away", LAST)
 
     return neighbours
+
+
+def _streams(sizes: Mapping[str, int], plan: Plan) -> Iterator[Moved]:
+    """Lets the device update more or fewer of the homes on the host, spread evenly over the step, or another one of them. Most
+    plans begin at what the linear program streams; but it hardly knows what waits for the norm of all gradients."""
+    away = [home for home, tier in zip(sizes, plan.tiers(sizes), strict=True) if tier == "host"]
+    count = sum(map(plan.streams, away))
+    if not count and (plan.updates is None or not plan.updates.held):
+        return
+
+    def with_streamed(chosen: Sequence[str]) -> Plan:
+        choices: dict[str, Choice] = {home: "device" if home in chosen else "host" for home in away}
+        return plan.with_decisions(about_homes("update", choices, sizes))
+
+    for name, turn, more in (("more", FIRST, count + 1), ("fewer", THEN, count - 1)):
+        if 0 <= more <= len(away):
+            yield Moved(name, turn, partial(with_streamed, spaced(away, more, 0)))
+    for name, home in (("first", away[:1]), ("last", away[-1:])):
+        streamed = [each for each in away if plan.streams(each) != (each in home)]
+        yield Moved(name, THEN, partial(with_streamed, streamed))
 
 
 def _ahead(plan: Plan) -> Iterator[Moved]:

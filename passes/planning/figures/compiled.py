@@ -20,14 +20,14 @@ from mtcompile.passes.planning.figures.summary import Summary
 from mtcompile.runtime.libraries import built_library
 from mtcompile.runtime.schedule import ALIGNMENT
 
-_VERSION = 12  # of the interface of c/
+_VERSION = 13  # of the interface of c/
 ON_DEVICE, ON_HOST, ON_DISK = 1, 2, 3  # kinds of slots
 _QUEUES = "compute", "h2d", "d2h", "host", "disk_read", "disk_write", "network"
 _BITS = {  # of what is decided about a home
     **{("params", "device"): 1, ("params", "disk"): 2, ("fetch", "keep"): 4},
-    **{("return", "late"): 8, ("gradients", "early"): 16},
+    **{("return", "late"): 8, ("gradients", "early"): 16, ("update", "device"): 32},
 }
-_KINDS = "params", "fetch", "return", "gradients"
+_KINDS = "params", "fetch", "return", "gradients", "update"
 _NO_UPDATES = Updates()
 
 
@@ -47,6 +47,7 @@ class _Costs(ctypes.Structure):
         *(("gbps", ctypes.c_double * len(_QUEUES)), ("scale", ctypes.c_double * len(_QUEUES))),
         *_fields(ctypes.c_double, "direct_gbps direct_scale host_gbps row_us passes updating_gbps memory_gbps"),
         *_fields(ctypes.c_double, "on_disk_copies workspace_copies norm_copies network_gbps"),
+        *_fields(ctypes.c_int64, "streamed"),
         *_fields(ctypes.c_int64 * len(COLLECTIVES), "through_host crossings"),
         *_fields(ctypes.c_int64, "hosts gathering_ranks alignment"),
     )
@@ -180,7 +181,7 @@ class CompiledSteps:
         return array("B", map(and_, homes, self.layout.masks)), array("B", waits)
 
     def costs(self, updates: Updates) -> _Costs:
-        key = updates.state_copies, updates.workspace_copies, updates.checked, updates.norm_copies
+        key = updates.state_copies, updates.workspace_copies, updates.checked, updates.norm_copies, updates.streamed
         if key not in self._costs:
             machine, count = self.machine, len(_QUEUES)
             gbps, kinds = map(machine.gbps, _QUEUES), COLLECTIVES[1:]
@@ -188,8 +189,9 @@ class CompiledSteps:
             self._costs[key] = _Costs(
                 *((ctypes.c_double * count)(*gbps), (ctypes.c_double * count)(*map(machine.scale, _QUEUES))),
                 *(machine.gbps("direct"), machine.scale("direct"), machine.host_gbps, ROW_COPY_US),
-                *(passes, machine.host_gbps * machine.updating_ranks, machine.memory_gbps),
+                *(passes, machine.updating_gbps, machine.memory_gbps),
                 *(1 + updates.state_copies, updates.workspace_copies, updates.norm_copies, machine.network_gbps),
+                updates.streamed,
                 *((ctypes.c_int64 * len(COLLECTIVES))(0, *map(table.__getitem__, kinds)) for table in (PASSES, CROSSINGS)),
                 *(self.hosts, machine.gathering_ranks(self.hosts), ALIGNMENT),
             )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from mtcompile.passes.memo import remembered
 from mtcompile.passes.planning.figures.summary import Leaving, Operand, Region, Summary, Value
 
-_OF_WEIGHTS = 1 | 2 | 4  # bits of what is decided about weights alone (see compiled.py)
+_OF_WEIGHTS = 1 | 2 | 4 | 32  # bits of what is decided about weights alone (see compiled.py)
 PER_LEAVING, _OF = 20, 7  # numbers of what leaves; the one of the operand that it is of
 COLLECTIVES = "", "all_reduce", "reduce_scatter", "broadcast", "all_gather", "all_gather of parts"  # as in c/figures.h
 _PER_READ, _WAITS = 7, 5
@@ -124,7 +124,7 @@ class Layout:
             self.masks[home] = -1
         about = home, role, operand.tier == "device", operand.weights
         sizes, gathered = (operand.nbytes, operand.slot, operand.read_slot), COLLECTIVES.index(operand.gathered)
-        return *sizes, *operand.there(), *about, *rows, operand.fragment, gathered
+        return *sizes, *operand.there(), *about, *rows, operand.fragment, gathered, operand.alone
 
     def _home(self, name: str) -> int:
         if name not in self.homes:

@@ -16,7 +16,7 @@ from torch import fx
 from mtcompile.passes.analysis.cost import Machine, kernel_us
 from mtcompile.passes.analysis.rows import Rows
 from mtcompile.passes.analysis.slices import read_by_slices
-from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.analysis.state import Budgets, crossing_alone, streamable
 from mtcompile.passes.lower import Workspace
 from mtcompile.passes.memo import remembered
 from mtcompile.passes.plan import Plan
@@ -44,7 +44,8 @@ class Size:
 class Operand(Size):
     """Inputs of the step that are alike: of one home, role and tier, read by the same regions, with gradients of the same
     region. ``rows``: of a parameter of which only rows cross, these. ``fragment``: it is a fragment of a parameter.
-    ``gathered``: by what collective hosts that have parts of it make it whole; empty: by none."""
+    ``gathered``: by what collective hosts that have parts of it make it whole; empty: by none. ``alone``: its state crosses by
+    itself for an update on the device."""
 
     home: str = ""
     role: str = ""
@@ -53,6 +54,7 @@ class Operand(Size):
     rows: Rows | None = None
     fragment: bool = False
     gathered: str = ""
+    alone: bool = False
     read_slot: int = 0  # bytes of a slot on the host that a disk fills
 
     def add(self, nbytes: int) -> None:
@@ -182,6 +184,7 @@ class _About(NamedTuple):
     rows: Rows | None
     fragment: bool
     gathered: str
+    alone: bool
 
 
 class _Leaves(NamedTuple):
@@ -248,16 +251,19 @@ def _inputs(step: fx.GraphModule, inputs: Sequence[tuple[InputSpec, fx.Node]], b
     homes: Mapping[str, str] = step.meta["homes"]
     by_name: Mapping[str, Rows] = step.meta.get("rows") or {}
     about: dict[fx.Node, _About] = {}
+    streaming = set(streamable(step, budgets))
+    large = crossing_alone(step) if streaming else ()
     for given, node in inputs:
         meta, named = node.meta, homes.get(given.name)
         rows = by_name.get(given.name) if given.role == "param" else None
         weights = given.role == "param" and named is not None
         place = homes.get(meta["name"], ""), str(meta["role"]), str(meta["tier"])
         fragment = given.fragment is not None
-        apart = node if fragment or rows is not None or given.name in sliced else None
+        alone = weights and named in streaming and given.name in large
+        apart = node if fragment or rows is not None or given.name in sliced or alone else None
         of_parts = weights and named in budgets.parts
         gathered = "all_gather of parts" if of_parts else "all_gather" if weights and named in sharded else ""
-        about[node] = _About(*place, weights, named, apart, rows, fragment, gathered)
+        about[node] = _About(*place, weights, named, apart, rows, fragment, gathered, alone)
     return about
 
 
@@ -313,7 +319,8 @@ def _crossing(
         used, by_home = dict(zip(each.region.makes, each.readers, strict=True)), dict[str, list[fx.Node]]()
         for made in sorted(shape.leaves, key=lambda made: made.leaving.place):
             goes = made.leaving
-            if tier(goes.of) != "device" and goes.home not in plan.wide and outline.inputs[goes.of].rows is None:
+            leaves = tier(goes.of) != "device" and not (goes.updates and plan.streams(goes.home))
+            if leaves and goes.home not in plan.wide and outline.inputs[goes.of].rows is None:
                 alone = made.role == "grad" and not made.returned and not used[made.value]
                 by_home.setdefault(goes.home, []).extend([made.value] if alone else [])
         leaving.append(by_home)
@@ -473,7 +480,7 @@ def _operands(
     for key, nodes in alike.items():
         if (shared := (key, *nodes)) not in known:
             about = outline.inputs[nodes[0]]
-            operand = Operand(0, 0, *about[:4], about.rows, about.fragment, about.gathered)
+            operand = Operand(0, 0, *about[:4], about.rows, about.fragment, about.gathered, about.alone)
             for node in nodes:
                 operand.add(node.meta["nbytes"])
             known[shared] = operand

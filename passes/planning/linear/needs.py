@@ -203,7 +203,8 @@ class HomeCost:
     """The least costs of a home in a step if it is on the host: µs of its fetches by phase, of the copies of its gradients and
     of its update there, and the bytes copied. ``device_update_us``, ``disk_update_us``: of its update if it is on the device or
     on disk; ``drive_us``: how long that keeps the drive busy. ``fetched``, ``stored``: bytes of the weights that fetches
-    bring, by phase, and of their gradients, as narrow as they may cross. Fetches are of what regions read whatever is kept; see
+    bring, by phase, and of their gradients, as narrow as they may cross; ``streamed``: that cross each way where the device
+    updates it all the same. Fetches are of what regions read whatever is kept; see
     ``blocks`` for those of what is made again."""
 
     fetch_us: Mapping[str, float]
@@ -214,6 +215,7 @@ class HomeCost:
     drive_us: float
     fetched: Mapping[str, int]
     stored: int
+    streamed: int
 
 
 def home_costs(problem: PlanningProblem, needs: Mapping[fx.Node, Needs]) -> dict[str, HomeCost]:
@@ -221,12 +223,14 @@ def home_costs(problem: PlanningProblem, needs: Mapping[fx.Node, Needs]) -> dict
     home. ``needs``: of the regions."""
     step, machine, updates, fixed = problem.step, problem.machine, problem.budgets.updates, problem.fixed_homes
     host_us, device_us, disk_us, drive_us = (defaultdict[str, float](float) for _ in range(4))
+    streamed = defaultdict[str, int](int)
     for home, nbytes in _updates(step) if updates is not None else ():
         if (tier := fixed.get(home)) != "device":
             there_us = update_cost(updates, machine, "host", nbytes, nbytes)[1]
             host_us[home] += there_us if tier == "disk" else update_cost(updates, machine, "host", nbytes)[1]
             disk_us[home] += there_us
             drive_us[home] += machine.drive_us(*[updated_on_disk_nbytes(updates, nbytes)] * 2)
+        streamed[home] += updates.streamed * nbytes
         if tier in (None, "device"):
             device_us[home] += update_cost(updates, machine, "compute", nbytes)[1]
     fetched = {phase: _total(n.read for r, n in needs.items() if r.meta["phase"] == phase) for phase in PHASES}
@@ -241,6 +245,7 @@ def home_costs(problem: PlanningProblem, needs: Mapping[fx.Node, Needs]) -> dict
             drive_us[home],
             {phase: fetched[phase][home] for phase in PHASES},
             stored[home],
+            streamed[home],
         )
         for home in dict.fromkeys(step.meta["homes"].values())
     }

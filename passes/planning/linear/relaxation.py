@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from mtcompile.passes.analysis.state import streamable
 from mtcompile.passes.plan import Certificate
 from mtcompile.passes.planning.blocks import Block
 from mtcompile.passes.planning.linear.needs import HomeCost, Needs, home_costs, needs_of
@@ -43,14 +44,15 @@ _FASTER = 0.999  # of the µs: less is not worth a search
 @dataclass(frozen=True, slots=True)
 class Relaxed:
     """The optimum. ``bound_us``: no plan is faster. ``resident``: home -> share on the device; ``staying``: share that is
-    elsewhere and stays on the device from its forward to its backward; ``on_disk``: share there, if there is one. ``choices``:
-    the variables of blocks, and ``values``: their shares. ``gains_us``: finds those of a Certificate. ``solution``: of the
-    program."""
+    elsewhere and stays on the device from its forward to its backward; ``on_disk``: share there, if there is one;
+    ``streamed``: share that is on the host and updated by the device. ``choices``: the variables of blocks, and ``values``:
+    their shares. ``gains_us``: finds those of a Certificate. ``solution``: of the program."""
 
     bound_us: float
     resident: Mapping[str, float]
     staying: Mapping[str, float]
     on_disk: Mapping[str, float]
+    streamed: Mapping[str, float]
     choices: Choices
     values: Sequence[float]
     gains_us: Callable[[], dict[str, float]]
@@ -74,7 +76,7 @@ class Relaxation:
     Infeasible. ``decided``: homes that are on the device (True) or on the host. ``ahead``: how many blocks ahead prefetches are
     in memory, beside what must be there; the optimum bounds all plans only if it is 0. ``like``: an optimum for the same tiers
     and similar limits, to begin at. ``inside``: False leaves out all that a block's work needs only while it runs, of which
-    other forms of the step need less.
+    other forms of the step need less. ``streams``: whether the device may update what is at home on the host.
 
     ``_built``: by whether the optimum is to be a bound; ``_known``: optima, or that there is none, with what each began at,
     whose identity is in its key."""
@@ -83,6 +85,7 @@ class Relaxation:
     blocks: Sequence[Block]
     needs: Mapping[fx.Node, Needs]
     costs: Mapping[str, HomeCost]
+    streams: bool = True
     _built: dict[bool, _Built] = field(default_factory=dict)
     _known: dict[object, tuple[Relaxed | None, Relaxed | None]] = field(default_factory=dict)
 
@@ -95,7 +98,7 @@ class Relaxation:
         inside: bool = True,
     ) -> Relaxed:
         counted = Counted(ahead, inside)
-        key = *limits.items(), frozenset(decided.items()), counted, id(like)
+        key = *limits.items(), frozenset(decided.items()), counted, id(like), self.streams
         if key not in self._known:
             self._known[key] = self._solved(limits, decided, counted, like), like
         if (found := self._known[key][0]) is None:
@@ -107,6 +110,7 @@ class Relaxation:
     ) -> Relaxed | None:
         terms, choices, _, _ = self._counting(counted)
         fixed = {terms.away[home]: 0.0 if resident else 1.0 for home, resident in decided.items()}
+        fixed |= {} if self.streams else dict.fromkeys(terms.streamed.values(), 0.0)
         found = terms.program.solve(limits, counted, fixed, None if like is None else like.solution)
         if found is None:
             return None
@@ -117,6 +121,7 @@ class Relaxation:
             {home: 1.0 - values[variable] for home, variable in terms.away.items()},
             {home: values[variable] for home, variable in terms.staying.items()},
             {home: values[variable] for home, variable in terms.on_disk.items()},
+            {home: values[variable] for home, variable in terms.streamed.items()},
             choices,
             values,
             partial(gains_us, rows, values, solution.prices[len(solution.prices) - len(rows) :]),
@@ -155,7 +160,7 @@ def _build(of: Relaxation, bounds: bool) -> _Built:
     """Builds the program. ``bounds``: with the time between two backwards, which those that fetch ahead do without: they have
     the room for it, and a program with more variables has another of its optima."""
     problem, blocks, costs = of.problem, of.blocks, of.costs
-    terms = terms_of(problem.step, of.needs, problem.budgets.disk is not None)
+    terms = terms_of(problem.step, of.needs, problem.budgets.disk is not None, streamable(problem.step, problem.budgets))
     place_homes(problem, costs, terms)
     place_casts(problem, terms)
     choices = place_blocks(problem, blocks, terms, bounds)

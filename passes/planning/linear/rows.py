@@ -13,13 +13,14 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import fx
 
 from mtcompile.passes.analysis.memory import body_lives, workspace_nbytes
 from mtcompile.passes.analysis.state import held_nbytes, on_disk_nbytes, trained_nbytes
+from mtcompile.passes.lower import update_cost
 from mtcompile.passes.planning.blocks import Block
 from mtcompile.passes.planning.linear.needs import HomeCost, needed_operands
 from mtcompile.passes.planning.linear.program import GIB, Counted, Work, added
@@ -53,7 +54,9 @@ def take_time(problem: PlanningProblem, terms: Terms) -> None:
     both = added({span["forward"]: 1.0, span["backward"]: 1.0}, contention)
     sizes = trained_nbytes(step)
     checked = budgets.updates is not None and budgets.updates.checked
-    updates_us = {v: machine.update_us(sizes[h], 0, budgets.state_copies, checked) for h, v in away.items()}
+    memory = machine if budgets.updates is None else replace(machine, update_gbps=0.0)  # whose traffic copies share
+    updates_us = {v: memory.update_us(sizes[h], 0, budgets.state_copies, checked) for h, v in away.items()}
+    updates_us |= {v: -updates_us[away[h]] for h, v in terms.streamed.items()}
     shared = {phase: {v: n / machine.host_gbps / 1e3 for v, n in copied[phase].items()} for phase in PHASES}
     if budgets.updates is None:
         on_device = {h: machine.update_us(0, n, budgets.state_copies) for h, n in sizes.items()}
@@ -159,6 +162,8 @@ def place_casts(problem: PlanningProblem, terms: Terms) -> None:
                 if nbytes and home in terms.away:
                     us = machine.copy_us(nbytes, queue), host[home] / machine.host_gbps / 1e3
                     terms.let_host_cast(terms.away[home], us, (queue, phase), (work, phase), (block, block))
+                    if queue == "d2h" and home in terms.streamed:  # these gradients do not cross
+                        terms.loads[queue, phase].append(Load(block, block, {terms.streamed[home]: -us[0]}))
 
 
 def place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Terms) -> None:
@@ -182,8 +187,25 @@ def place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: 
         terms.loads["compute", "backward"].append(Load(-1, high, {variable: -cost.device_update_us}, cost.device_update_us))
         terms.held["device"][variable] -= held[home]
         terms.held["host"][variable] += held[home]
+        if home in terms.streamed:
+            _stream(problem, home, cost, terms)
         if home in terms.on_disk:
             _place_on_disk(problem, home, cost, terms)
+
+
+def _stream(problem: PlanningProblem, home: str, cost: HomeCost, terms: Terms) -> None:
+    """Adds what the share of a home costs that the device updates though it is on the host, in place of its update there. No
+    block waits until its state has come: only all of them together count that."""
+    machine, variable, (low, high), updates = problem.machine, terms.streamed[home], terms.blocks[home], problem.budgets.updates
+    assert updates is not None
+    on_disk = {terms.on_disk[home]: 1.0} if home in terms.on_disk else {}
+    terms.program.at_most({variable: 1.0, terms.away[home]: -1.0, **on_disk})
+    terms.loads["h2d", "backward"].append(Load(-1, high, {variable: machine.copy_us(cost.streamed, "h2d")}))
+    us = machine.copy_us(cost.streamed, "d2h") + update_cost(updates, machine, "compute", cost.streamed // updates.streamed)[1]
+    us -= cost.store_us
+    terms.loads["d2h", "backward"].append(Load(low, high, {variable: us}))
+    terms.loads["host", "backward"].append(Load(low, high, {variable: -cost.update_us}))
+    terms.copied["backward"][variable] += 2 * cost.streamed - cost.stored
 
 
 def _place_on_disk(problem: PlanningProblem, home: str, cost: HomeCost, terms: Terms) -> None:
@@ -262,6 +284,7 @@ def gradients_at(problem: PlanningProblem, terms: Terms) -> dict[int, Held]:
         at.setdefault(region.meta["block"], (made, fixed))
         grads = terms.needs[region].grads
         elsewhere = {variable: -nbytes for variable, nbytes in terms.by_share(grads).items()}
+        elsewhere |= {terms.streamed[home]: float(nbytes) for home, nbytes in grads.items() if home in terms.streamed}
         made, fixed = terms.program.summed(added(made, elsewhere), GIB), fixed + sum(grads.values())
     return at | {-1: (made, fixed)}
 

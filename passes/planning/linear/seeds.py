@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
+from mtcompile.passes.analysis.state import streamable
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.blocks import Block, blocks_alike, variant_decision
 from mtcompile.passes.planning.disk.spacing import spaced
@@ -15,6 +17,7 @@ from mtcompile.passes.planning.linear.variables import Option
 
 T = TypeVar("T")
 _AHEAD = (1, 2, 3)  # blocks ahead that plans fetch
+_WORTH = 0.99  # of the µs: less is not worth more plans
 _TRIES = 3  # plans that are made within limits on both tiers, each within fewer bytes than the one before
 
 
@@ -48,9 +51,20 @@ class Within(NamedTuple):
     held: Mapping[str, int]
 
     def plans(self, limits: Mapping[str, int | None], evaluate: Callable[[Plan], Plan]) -> Iterator[Plan]:
-        """Yields plans with their figures that are near ``limits``, a few for each number of blocks that fetches are ahead: as
-        long as one is above a limit, the next is made for as many bytes less, and so is, without a limit on the host, the first
-        one for each later number. ``evaluate``: gives a plan its figures."""
+        """Yields plans with their figures that are near ``limits``: those in which nothing is streamed for its update, and
+        others if that may gain something. ``evaluate``: gives a plan its figures."""
+        problem, without = self.solve.problem, self._replace(solve=replace(self.solve, streams=False))
+        if not streamable(problem.step, problem.budgets):
+            without = self
+        yield from without._plans(limits, evaluate)
+        with suppress(Infeasible):
+            if without is not self and self.solve(limits).bound_us < _WORTH * without.solve(limits).bound_us:
+                yield from self._plans(limits, evaluate)
+
+    def _plans(self, limits: Mapping[str, int | None], evaluate: Callable[[Plan], Plan]) -> Iterator[Plan]:
+        """Yields plans with their figures, a few for each number of blocks that fetches are ahead: as long as one is above a
+        limit, the next is made for as many bytes less, and so is, without a limit on the host, the first one for each later
+        number."""
         first, aim = None, dict(limits)
         for ahead in _AHEAD:
             within, base, near = dict(aim), self.least.changed(lookahead=ahead, pooled=True), first
@@ -117,6 +131,10 @@ class Rounding:
             decisions.append(Decision("params", home, "device" if share > 0.5 else "host", sizes[home]))
         there = self._on_disk(relaxed)
         decisions += [Decision("params", home, "disk", sizes[home]) for home in there]
+        streaming = {h: share for h, share in relaxed.streamed.items() if relaxed.resident[h] <= 0.5 and h not in there}
+        for homes in _alike(streaming, sizes):
+            count = round(sum(streaming[home] for home in homes))
+            decisions += [Decision("update", home, "device", sizes[home]) for home in spaced(homes, count, 0)]
         on_host = {home: share for home, share in relaxed.staying.items() if relaxed.resident[home] <= 0.5}
         staying = _chosen(on_host, sizes, on_host)
         decisions += [Decision("fetch", home, "keep", sizes[home]) for home in on_host if home in staying]

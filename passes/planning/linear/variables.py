@@ -38,7 +38,8 @@ class Terms:
     -> what the queue does; ``copied``: phase -> bytes by variable; ``held``: tier -> bytes by variable, at the start of the
     backward. ``away``: home -> the variable for its share on the host; ``staying``: for the share that is there and, once
     fetched for the forward, stays for the backward; ``on_disk``: for the share that is on disk, which is a part of ``away``
-    (without a disk, there is none). ``needs``: of each region. ``backwards``: the backward regions of a block, by its index.
+    (without a disk, there is none); ``streamed``: for the share that is on the host and that the device updates. ``needs``: of
+    each region. ``backwards``: the backward regions of a block, by its index.
     ``blocks``: home -> the first and the last block of the regions that read it or make its gradients. ``sums``: what ``work``
     returned, by range; ``ends``: the first and the last blocks of ``loads``, for it."""
 
@@ -51,6 +52,7 @@ class Terms:
     away: Mapping[str, int]
     staying: Mapping[str, int]
     on_disk: Mapping[str, int]
+    streamed: Mapping[str, int]
     needs: Mapping[fx.Node, Needs]
     backwards: Mapping[int, list[fx.Node]]
     blocks: Mapping[str, tuple[int, int]]
@@ -111,9 +113,9 @@ class Terms:
         return {**amounts, **{stays[variable]: -n for variable, n in amounts.items()}}
 
 
-def terms_of(step: fx.GraphModule, needs: Mapping[fx.Node, Needs], disk: bool = False) -> Terms:
+def terms_of(step: fx.GraphModule, needs: Mapping[fx.Node, Needs], disk: bool = False, streamable: Iterable[str] = ()) -> Terms:
     """Returns the terms of a step graph, with its variables for time and homes and nothing taken yet. ``needs``: of its
-    regions; ``disk``: whether there is one."""
+    regions; ``disk``: whether there is one; ``streamable``: homes that the device may update though they are on the host."""
     program = Program()
     users: dict[str, list[int]] = {home: [] for home in param_nbytes(step)}
     for region, need in needs.items():
@@ -133,6 +135,7 @@ def terms_of(step: fx.GraphModule, needs: Mapping[fx.Node, Needs], disk: bool = 
         {home: program.variable() for home in param_nbytes(step)},
         {home: program.variable() for home in param_nbytes(step)},
         {home: program.variable() for home in param_nbytes(step)} if disk else {},
+        {home: program.variable() for home in streamable},
         needs,
         dict(backwards),
         {home: (min(indices, default=0), max(indices, default=0)) for home, indices in users.items()},

@@ -263,6 +263,9 @@ class _Search:
             for name in instruction.writes:
                 for cell, at in self.cells[name]:
                     cells[cell] = (self.schedule.buffers[name].value, at)
+            for name in instruction.reads[-1:] if instruction.queue == "d2h" else ():  # it may have changed that
+                for cell, _ in self.cells[name]:
+                    cells[cell] = None
         elif instruction.op == "copy":
             for read, write in zip(instruction.reads, instruction.writes):
                 source = self.schedule.buffers[read]

@@ -42,3 +42,10 @@ def test_norms_cost_what_their_gradients_are_cast_to() -> None:
     assert [other.time_us / one.time_us for one, other in zip(plain, cast, strict=True)] == pytest.approx(
         [5.0] * len(plain), rel=0.01
     )
+
+
+def test_cores_that_are_slower_than_the_memory_take_longer() -> None:
+    slow, fast = replace(MACHINE, update_gbps=1.75), replace(MACHINE, update_gbps=70.0)
+    assert slow.update_us(1 << 20, 0, 2.0) == 4 * MACHINE.update_us(1 << 20, 0, 2.0)
+    assert fast.update_us(1 << 20, 0, 2.0) == MACHINE.update_us(1 << 20, 0, 2.0)
+    assert slow.update_us(0, 1 << 20, 2.0) == MACHINE.update_us(0, 1 << 20, 2.0)

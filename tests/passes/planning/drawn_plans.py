@@ -15,7 +15,7 @@ from torch import nn
 from mtcompile.capture.tracing import Traced, trace_joint
 from mtcompile.machine.presets import PRESETS
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.analysis.state import Budgets
+from mtcompile.passes.analysis.state import Budgets, streamable
 from mtcompile.passes.cuts.fragments.cut import Cut, cut_weights
 from mtcompile.passes.joint.build import InputHomes, build
 from mtcompile.passes.plan import Decision, Plan, Updates
@@ -31,6 +31,9 @@ WAYS = {
     "in turns of four": Updates(sets=4),
     "held": Updates(held=True),
     "behind the forward": Updates(run_ahead=True),
+    "on both sides": Updates(streamed=6),
+    "on both sides, held": Updates(held=True, streamed=6),
+    "on both sides, behind the forward": Updates(run_ahead=True, streamed=6),
 }
 
 
@@ -128,6 +131,22 @@ def skips() -> Any:
     return trace(Skips(), {"x": torch.randn(64, 48)}).step
 
 
+class Chain(nn.Module):
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(each for _ in range(layers) for each in (nn.Linear(width, width, bias=False), nn.GELU())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.net(x).square().mean()
+        return made
+
+
+@functools.cache
+def chain(layers: int, width: int, batch: int) -> Any:
+    torch.manual_seed(0)
+    return trace(Chain(layers, width), {"x": torch.randn(batch, width)}).step
+
+
 @functools.cache
 def in_fragments() -> Any:
     """A layer, and a larger one in fragments, which are put together again for the gradient of its input."""
@@ -170,6 +189,8 @@ def varied(candidates: Candidates, rnd: random.Random) -> Plan:
         plan = plan.with_decision(Decision("fetch", home, rnd.choice(["keep", "again"]), nbytes, ""))
         plan = plan.with_decision(Decision("return", home, rnd.choice(["early", "late"]), nbytes, ""))
         plan = plan.with_decision(Decision("gradients", home, rnd.choice(["early", "late"]), nbytes, ""))
+    for home in streamable(candidates.problem.step, candidates.problem.budgets):
+        plan = plan.with_decision(Decision("update", home, rnd.choice(["device", "host"]), candidates.sizes[home], ""))
     for block in candidates.blocks:
         some = tuple(i for i in range(len(block.saved)) if keeps == "all" or (keeps == "some" and rnd.random() < 0.5))
         positions = rnd.choice(block.variants).positions if keeps == "a variant" else some

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -23,25 +22,10 @@ from mtcompile.passes.planning.linear.seeds import Rounding
 from mtcompile.passes.planning.problem import PlanningProblem
 from mtcompile.passes.planning.starts import least_plan
 from tests.helpers.tracing import trace
+from tests.passes.planning.drawn_plans import chain
 
 # Updates on the host take as long as copies, and both longer than what the device computes.
 _MACHINE = Machine("few", 1e12, 100.0, 1.0, 1.0, issue_us=0.2, host_gbps=4.0, device_nbytes=1 << 20)
-
-
-class Chain(nn.Module):
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*(each for _ in range(layers) for each in (nn.Linear(width, width, bias=False), nn.GELU())))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.net(x).square().mean()
-        return made
-
-
-@functools.cache
-def chain(layers: int, width: int, batch: int) -> Any:
-    torch.manual_seed(0)
-    return trace(Chain(layers, width), {"x": torch.randn(batch, width)}).step
 
 
 class Biased(nn.Module):

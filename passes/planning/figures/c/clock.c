@@ -229,7 +229,7 @@ void *mt_grown(Work *w, void *old, int64_t *room, int64_t count, int64_t size) {
 
 #define EXPORT __attribute__((visibility("default")))
 
-EXPORT int mt_figures_version(void) { return 12; }
+EXPORT int mt_figures_version(void) { return 13; }
 
 static int failed(Work *w, Result *result) {
     if (setjmp(w->out_of_memory))

@@ -18,7 +18,7 @@ enum kind { POOLED, ON_DEVICE, ON_HOST, ON_DISK, KINDS };
 enum { PLACEMENT = 256, SECTOR = 512, BLOCK = 4096 }; /* as in runtime/schedule.py */
 enum collective { NO_COLLECTIVE, ALL_REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, ALL_GATHER_OF_PARTS, COLLECTIVES };
 enum waits { NOT_AT_HOME, COMES_AHEAD, COMES_LATE, WAITS_ON_DISK }; /* where an activation waits, and how it comes back */
-enum home { AT_DEVICE = 1, AT_DISK = 2, STAYS = 4, LATE = 8, EARLY = 16 }; /* bits of what a plan decides about a home */
+enum home { AT_DEVICE = 1, AT_DISK = 2, STAYS = 4, LATE = 8, EARLY = 16, STREAMS = 32 }; /* bits of what a plan decides about a home */
 
 /* ------------------------------------------------------------------- from ../compiled.py, which has the same structures */
 
@@ -30,10 +30,11 @@ typedef struct {
 } Value;
 
 /* nbytes, slot: at home; read_slot: on the host, where a disk fills it; there_*: on the device. row_count: -1 where whole
- * values cross; fragment: of a parameter; gathered: the collective, if any, that makes it whole. */
+ * values cross; fragment: of a parameter; gathered: the collective, if any, that makes it whole; alone: its
+ * state crosses by itself for an update on the device. */
 typedef struct {
     int64_t nbytes, slot, read_slot, there_nbytes, there_slot, home, role, on_device, weights, row_count, row_nbytes, fragment,
-        gathered;
+        gathered, alone;
 } Operand;
 
 /* at_home_*: once it is there; crossing, whole: of rows, the bytes that cross and those that they are filled up to; name: the
@@ -74,6 +75,7 @@ typedef struct {
 typedef struct {
     double gbps[QUEUES], scale[QUEUES], direct_gbps, direct_scale, host_gbps, row_us;
     double passes, updating_gbps, memory_gbps, on_disk_copies, workspace_copies, norm_copies, network_gbps;
+    int64_t streamed; /* sizes of the parameter that cross each way for an update on the device */
     int64_t through_host[COLLECTIVES], crossings[COLLECTIVES], hosts, gathering_ranks, alignment;
 } Costs;
 
@@ -111,10 +113,11 @@ typedef struct {
 
 /* reads, writes: buffers; inputs, updated: operands; update: the first of what leaves that it updates, else -1; is_update:
  * it is work of updates; group: gradients that it makes or has at home, else -1; cast: the host's, before it comes in or
- * after it has gone home, else -1; gone: it is not listed; next: of the calls around one region. */
+ * after it has gone home, else -1; gone: it is not listed; streams: it brings the state of what
+ * is at home on the host to the device, or updates it there; or stands for the gradients of that, and is not listed; next: of the calls around one region. */
 typedef struct {
     List reads, writes, inputs, updated;
-    int32_t queue, phase, early, update, is_update, group, cast, gone, next;
+    int32_t queue, phase, early, update, is_update, group, cast, gone, streams, next;
     int64_t workspace, copied, read, written;
     double us;
 } Call;

@@ -420,9 +420,20 @@ static int32_t updated_with(Work *w, int32_t gradients, int32_t i, int64_t nbyte
     return gradients;
 }
 
+/* The device updates it, though its home is the host. */
+static int is_streamed(const Work *w, const Leaving *entry) {
+    const Operand *operand = &w->step->operand[entry->operand];
+    const int streams = (w->choices->home[operand->home] & (STREAMS | AT_DEVICE | AT_DISK)) == STREAMS;
+    return streams && operand->weights && entry->updates && w->choices->updates && w->costs->streamed;
+}
+
+static int leaves(const Work *w, const Leaving *entry) {
+    return is_away(w, &w->step->operand[entry->operand]) && !is_streamed(w, entry);
+}
+
 static int goes_along(const Work *w, const Leaving *entry, const Leaving *first) {
     const Operand *operand = &w->step->operand[entry->operand], *of = &w->step->operand[first->operand];
-    return is_away(w, operand) && entry->home == first->home && (of->row_count >= 0 ? operand == of : operand->row_count < 0);
+    return leaves(w, entry) && entry->home == first->home && (of->row_count >= 0 ? operand == of : operand->row_count < 0);
 }
 
 /* What a copy home of entries brings there, of those with one collective: it combines them, and what is updated stays.
@@ -488,15 +499,27 @@ static void leave(Work *w, Around *around, int64_t position) {
     const Step *step = w->step;
     const int64_t first = step->region[position].first_leaving, end = step->region[position + 1].first_leaving;
     const int64_t before = w->call_count;
-    int32_t here = -1;
+    int32_t here = -1, streamed = -1; /* gradients of what is at home on the device, and of what is streamed together */
     for (int64_t i = first; i < end; i++) {
         const Leaving *entry = &step->leaving[i];
-        if (!is_away(w, &step->operand[entry->operand])) {
+        if (!leaves(w, entry)) {
+            const int streams = is_streamed(w, entry);
             const int updated = entry->updates && w->choices->updates, returned = entry->returned || !updated;
             int32_t buffer = stays(w, position, entry->first_reader, entry->readers, entry->nbytes, entry->slot, returned);
             if (updated) {
-                here = updated_with(w, here, (int32_t)i, entry->nbytes);
-                push(w, &w->gradients[here].buffers, buffer, 0);
+                const int alone = streams && step->operand[entry->operand].alone;
+                const int32_t known = alone ? -1 : streams ? streamed : here;
+                const int32_t group = updated_with(w, known, (int32_t)i, entry->nbytes);
+                push(w, &w->gradients[group].buffers, buffer, 0);
+                if (streams && known < 0) {
+                    const int32_t mark = new_call(w, COMPUTE, 0.0, (int)step->region[position].phase);
+                    w->calls[mark].group = group;
+                    w->calls[mark].streams = 1;
+                }
+                if (!streams)
+                    here = group;
+                else if (!alone)
+                    streamed = group;
             }
         }
     }
@@ -504,7 +527,7 @@ static void leave(Work *w, Around *around, int64_t position) {
     for (int64_t i = first; i < end; i++) { /* a copy for each home, when its first entry is seen */
         const Leaving *entry = &step->leaving[i];
         const Operand *of = &step->operand[entry->operand];
-        int seen = !is_away(w, of), kinds[COLLECTIVES], count = 0;
+        int seen = !leaves(w, entry), kinds[COLLECTIVES], count = 0;
         for (int64_t j = first; j < i && !seen; j++)
             seen = goes_along(w, &step->leaving[j], entry);
         if (seen)
@@ -566,8 +589,24 @@ static void make(Work *w, Around *around, const Ends *ends, int64_t position) {
 
 /* ------------------------------------------------------------------------------------------------------------------- updates */
 
-/* An update of the gradients that a call makes or has at home. scale: the buffer of their factor; -1: none. */
-static int32_t update(Work *w, int32_t source, int32_t scale) {
+/* The fetch of all that an update on the device of what is at home on the host reads and writes, into the buffer state. */
+static int32_t fetch_state(Work *w, int32_t source, int32_t *state) {
+    const Gradients group = w->gradients[w->calls[source].group];
+    int64_t nbytes = 0;
+    for EACH(link, group.operands, w)
+        nbytes += w->costs->streamed * w->step->operand[w->links[link].value].nbytes;
+    *state = new_buffer(w, ON_DEVICE, nbytes, rounded(nbytes, PLACEMENT), 0);
+    const int32_t fetch = new_call(w, H2D, copy_us(w->costs, nbytes, H2D), 1);
+    w->calls[fetch].inputs = copied(w, group.operands);
+    push(w, &w->calls[fetch].writes, *state, 0);
+    w->calls[fetch].copied = nbytes;
+    w->calls[fetch].is_update = w->calls[fetch].streams = 1;
+    return fetch;
+}
+
+/* An update of the gradients that a call makes or has at home. scale: the buffer of their factor, state: of what came to the
+ * device for it and goes home again; -1: none. */
+static int32_t update(Work *w, int32_t source, int32_t scale, int32_t state) {
     const Gradients group = w->gradients[w->calls[source].group];
     const Costs *costs = w->costs;
     const int on_host = w->calls[source].queue != COMPUTE;
@@ -588,10 +627,18 @@ static int32_t update(Work *w, int32_t source, int32_t scale) {
         us = costs->passes * (0.0 / costs->updating_gbps + (double)nbytes / costs->memory_gbps) / 1e3;
         workspace = rounded((int64_t)((double)nbytes * costs->workspace_copies), costs->alignment);
     }
-    int32_t call = new_call(w, on_host ? HOST : COMPUTE, us, 1);
+    if (state >= 0) {
+        us += copy_us(costs, costs->streamed * nbytes, D2H);
+        workspace = 0;
+    }
+    int32_t call = new_call(w, on_host ? HOST : state >= 0 ? D2H : COMPUTE, us, 1);
+    w->calls[call].copied = state >= 0 ? costs->streamed * nbytes : 0;
+    w->calls[call].streams = state >= 0;
     List reads = copied(w, group.buffers);
     if (scale >= 0)
         push(w, &reads, scale, 0);
+    if (state >= 0)
+        push(w, &reads, state, 0);
     w->calls[call].reads = reads;
     w->calls[call].updated = group.operands;
     w->calls[call].workspace = workspace;
@@ -604,7 +651,10 @@ static int32_t update(Work *w, int32_t source, int32_t scale) {
 
 /* Lists an update, and behind it what gathers the parameters that other hosts have updated parts of. */
 static void list_update(Work *w, int32_t *listed, int32_t source, int32_t scale) {
-    const int32_t call = listed[w->length++] = update(w, source, scale);
+    int32_t state = -1;
+    if (w->calls[source].streams)
+        listed[w->length++] = fetch_state(w, source, &state);
+    const int32_t call = listed[w->length++] = update(w, source, scale, state);
     const List operands = w->calls[call].updated;
     int64_t nbytes = 0;
     for EACH(link, operands, w) {
@@ -666,6 +716,26 @@ static void list_calls(Work *w, const Around *around) {
     }
 }
 
+/* Brings the state for each update on the device before the update before it, so that one comes while another goes home. */
+static void bring_state_ahead(Work *w) {
+    int32_t *fetches = mt_room(w, w->length, sizeof *fetches), *listed = mt_room(w, w->length, sizeof *listed);
+    int64_t count = 0, next = 1, length = 0;
+    for (int64_t place = 0; place < w->length; place++)
+        if (w->calls[w->order[place]].streams && w->calls[w->order[place]].queue == H2D)
+            fetches[count++] = w->order[place];
+    if (count < 2)
+        return;
+    for (int64_t place = 0; place < w->length; place++) {
+        const Call *call = &w->calls[w->order[place]];
+        if (call->streams && call->queue == H2D && w->order[place] != fetches[0])
+            continue;
+        if (call->streams && call->queue == D2H && next < count)
+            listed[length++] = fetches[next++];
+        listed[length++] = w->order[place];
+    }
+    w->order = listed;
+}
+
 static int64_t rank_of(const Work *w, int32_t source) {
     return w->choices->rank[w->step->leaving[w->gradients[w->calls[source].group].name].name];
 }
@@ -723,13 +793,14 @@ static void list_updates(Work *w) {
     }
     for (int64_t i = 0; i < late_count; i++)
         push(w, &after[count - 1], late[w->choices->held ? late_count - 1 - i : i], 0);
-    int32_t *listed = mt_room(w, count + 3 * source_count + 2, sizeof *listed), scale[2] = {-1, -1};
+    int32_t *listed = mt_room(w, count + 4 * source_count + 2, sizeof *listed), scale[2] = {-1, -1};
     List norms = EMPTY;
     int64_t norm_nbytes = 0;
     int wide = 0, on_device = 0;
     w->length = 0;
     for (int64_t place = 0, source = 0; place < count; place++) {
-        listed[w->length++] = order[place];
+        if (!w->calls[order[place]].streams)
+            listed[w->length++] = order[place];
         if (w->choices->held && source < source_count && sources[source] == place) {
             wide |= w->gradients[w->calls[order[place]].group].wide != 0;
             on_device |= w->calls[order[place]].queue == COMPUTE;
@@ -744,6 +815,7 @@ static void list_updates(Work *w) {
         }
     }
     w->order = listed;
+    bring_state_ahead(w);
 }
 
 /* Puts casts into the list: before a copy to the device, a region earlier than it, so that one value is cast while the one
