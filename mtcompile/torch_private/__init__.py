@@ -82,6 +82,7 @@ from mtcompile.torch_private.dynamo import (
     without_reports_of_failures,
 )
 from mtcompile.torch_private.forward.side_actions import differentiates, seeing_hooks, tracing_side_actions
+from mtcompile.torch_private.equal_modules import Copies, copying_equal_modules
 from mtcompile.torch_private.kernels import (
     AllocatorPeak,
     attention_backend,
@@ -136,6 +137,7 @@ from mtcompile.torch_private.used_gradients import Clipping, UsedGradient, on_de
 pytree = _pytree  # as a public name
 
 __all__ = [
+    "Copies",
     "NEEDS_GRAD",
     "AllocatorPeak",
     "Clipping",
@@ -162,6 +164,7 @@ __all__ = [
     "checking_branches",
     "compiled_by",
     "computing_numpy",
+    "copying_equal_modules",
     "counting_losses",
     "cpu_allocator_peak",
     "current_backward",
