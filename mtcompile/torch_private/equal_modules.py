@@ -23,7 +23,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,10 +53,12 @@ _WITHOUT_VALUE = (
 
 @dataclass(slots=True)
 class Copies:
-    """Whether captures may copy calls of equal modules, and how many they have copied."""
+    """Whether captures may copy calls of equal modules, how many they have copied, and how often they have asked whether two
+    modules are the same."""
 
     allowed: bool = True
     made: int = 0
+    compared: int = 0
 
 
 _copying: ThreadSetting[Copies | None] = ThreadSetting(None)
@@ -89,14 +91,14 @@ class _Around:
 
     @staticmethod
     def of(tx: Any) -> _Around:
-        places, kept = [], list(tx.symbolic_torch_function_state.mode_stack)
+        places, kept = [], [*tx.symbolic_torch_function_state.mode_stack, *_notes(tx.output).within]
         each = tx
         while each is not None:
             places.append((each.f_code, each.instruction_pointer))
             kept += [block.with_context for block in each.block_stack if block.with_context is not None]
             kept += each.active_generic_context_managers
             each = getattr(each, "parent", None)
-        return _Around(tuple(places), tuple(kept), torch._C._dynamo.guards.GlobalStateGuard(), len(_changed(tx.output)))
+        return _Around(tuple(places), tuple(kept), torch._C._dynamo.guards.GlobalStateGuard(), len(_notes(tx.output).changed))
 
     def is_like(self, other: _Around) -> bool:
         """Tells whether a call here, now, is surrounded like that other one was."""
@@ -132,11 +134,16 @@ class _Facts:
 def _replace_calls() -> None:
     """Lets Dynamo ask here first. Outside ``copying_equal_modules``, nothing is changed."""
     from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables import builtin, object_protocol
+    from torch._dynamo.variables.ctx_manager import WithExitFunctionVariable
+    from torch._dynamo.variables.nn_module import UnspecializedBuiltinNNModuleVariable, UnspecializedNNModuleVariable
+
+    kinds = UnspecializedNNModuleVariable, UnspecializedBuiltinNNModuleVariable
 
     def calling(plain: Callable[..., Any]) -> Callable[..., Any]:
         def call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            if _copying.value is None or type(variable) is not UnspecializedNNModuleVariable or not _may_copy(variable, tx):
+            if _copying.value is None or type(variable) not in kinds or not _may_copy(variable, tx):
                 return plain(variable, tx, args, kwargs)
             return _copied_or_traced(plain, variable, tx, args, kwargs)
 
@@ -146,12 +153,49 @@ def _replace_calls() -> None:
         def change(effects: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
             output = effects.output_graph_weakref()
             if output is not None and _is_from_outside(variable):
-                _changed(output).append(variable)
+                _notes(output).changed.append(variable)
             return plain(effects, variable, *args, **kwargs)
 
         return change
 
+    def entering(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def setup_or_before_with(tx: Any, inst: Any) -> Any:
+            result = plain(tx, inst)
+            _notes(tx.output).within.append(object())
+            return result
+
+        return setup_or_before_with
+
+    def leaving(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call_function(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            del _notes(tx.output).within[-1:]
+            return plain(variable, tx, *args, **kwargs)
+
+        return call_function
+
+    def identifying(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def identify(variable: Any, tx: Any) -> Any:
+            _notes(tx.output).identified.append(None)
+            return plain(variable, tx)
+
+        return identify
+
+    def comparing(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def vt_identity_compare(left: Any, right: Any) -> Any:
+            if _copying.value is not None and all(isinstance(each, UnspecializedNNModuleVariable) for each in (left, right)):
+                _copying.value.compared += 1
+            return plain(left, right)
+
+        return vt_identity_compare
+
     replace_method(UnspecializedNNModuleVariable, "call_function", calling)
+    replace_method(InstructionTranslatorBase, "setup_or_before_with", entering)
+    replace_method(WithExitFunctionVariable, "call_function", leaving)
+    for name in ("get_id", "hash_impl"):
+        replace_method(UnspecializedNNModuleVariable, name, identifying)
+    for owner in (object_protocol, builtin):
+        owner.vt_identity_compare = comparing(owner.vt_identity_compare)  # type: ignore[attr-defined]
     for name in ("store_attr", "mutation"):
         replace_method(SideEffects, name, changing)
 
@@ -171,16 +215,25 @@ def _may_copy(variable: Any, tx: Any) -> bool:
     return own or bool(module._modules)
 
 
-def _changed(output: Any) -> list[Any]:
-    """The variables of what was there before the forward, once for each time that the forward has changed them."""
-    return output.__dict__.setdefault("mt_changed", [])  # type: ignore[no-any-return]
+@dataclass(frozen=True, slots=True)
+class _Notes:
+    """What is noted of one capture. ``changed``: the variables of what was there before the forward, once for each time that
+    the forward has changed them. ``within``: an object for each ``with`` statement that is entered. ``identified``: an entry
+    for each time that the forward has asked for the id or hash of a module. ``calls``: what is traced."""
+
+    changed: list[Any] = field(default_factory=list)
+    within: list[object] = field(default_factory=list)
+    identified: list[Any] = field(default_factory=list)
+    calls: dict[Any, list[_Call]] = field(default_factory=dict)
+
+
+def _notes(output: Any) -> _Notes:
+    return output.__dict__.setdefault("mt_notes", _Notes())  # type: ignore[no-any-return]
 
 
 def _copied_or_traced(plain: Callable[..., Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-    around = _Around.of(tx)
-    calls: list[_Call] = tx.output.__dict__.setdefault("mt_calls", {}).setdefault(
-        (type(variable.value), around.places), []
-    )
+    around, notes = _Around.of(tx), _notes(tx.output)
+    calls = notes.calls.setdefault((type(variable.value), around.places), [])
     for call in reversed(calls):
         with contextlib.suppress(_NotEqual):
             copy = _Copy(call, variable, tx, (args, kwargs), around)
@@ -189,8 +242,12 @@ def _copied_or_traced(plain: Callable[..., Any], variable: Any, tx: Any, args: A
             return copy.made()
     graph = tx.output.graph
     before = graph._root.prev  # the last node
+    copies, identified = _copying.value or Copies(), len(notes.identified)
+    compared = copies.compared
     result = plain(variable, tx, args, kwargs)
-    if len(calls) < _MOST_CALLS and len(_changed(tx.output)) == around.changes and not before._erased:
+    if (len(notes.identified), copies.compared) != (identified, compared):
+        return result  # which of several modules it is may have decided
+    if len(calls) < _MOST_CALLS and len(_notes(tx.output).changed) == around.changes and not before._erased:
         nodes, node = [], before.next if before is not graph._root else next(iter(graph.nodes), graph._root)
         while node is not graph._root:
             if node.op != "placeholder":
@@ -315,7 +372,7 @@ class _Copy:
             raise _NotEqual
         self.pairs: Pairs = pairs
         self.facts = _facts(call, tx)
-        changed = {id(each) for each in _changed(tx.output)}
+        changed = {id(each) for each in _notes(tx.output).changed}
         unchanged = {number for number, each in tx.output.side_effects.id_to_variable.items() if id(each) not in changed}
         if not unchanged.issuperset(number for number in pairs.seen if number in tx.output.side_effects.id_to_variable):
             raise _NotEqual
@@ -536,6 +593,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
     leaves = torch.utils._pytree.tree_leaves(value)
+    leaves = [leaf for leaf in leaves if leaf is not None]
     if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         raise _NotEqual
     return leaves
