@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 _CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
 
@@ -80,11 +81,14 @@ def _equal(one: Any, other: Any, pairs: Pairs) -> bool:
 def _tensors(one: torch.Tensor, other: torch.Tensor, pairs: Pairs) -> bool:
     if id(one) in pairs.of:
         return pairs.of[id(one)] is other
-    if one is other or type(one) not in (torch.Tensor, nn.Parameter):
+    if one is other or type(one) not in (torch.Tensor, nn.Parameter, FakeTensor):
         return False
     if one._backward_hooks or other._backward_hooks or _about(one) != _about(other):
         return False
     pairs.of[id(one)] = other
+    if isinstance(one, FakeTensor) and isinstance(other, FakeTensor):  # of a model of any size, for a plan
+        constants = one.constant, other.constant, one.real_tensor, other.real_tensor
+        return one.fake_mode is other.fake_mode and one.fake_device == other.fake_device and constants == (None,) * 4
     return _equal(vars(one), vars(other), pairs)
 
 
