@@ -81,8 +81,8 @@ from mtcompile.torch_private.dynamo import (
     without_break_warnings,
     without_reports_of_failures,
 )
-from mtcompile.torch_private.forward.side_actions import differentiates, seeing_hooks, tracing_side_actions
 from mtcompile.torch_private.equal_modules import Copies, copying_equal_modules
+from mtcompile.torch_private.forward.side_actions import differentiates, seeing_hooks, tracing_side_actions
 from mtcompile.torch_private.kernels import (
     AllocatorPeak,
     attention_backend,
@@ -137,10 +137,10 @@ from mtcompile.torch_private.used_gradients import Clipping, UsedGradient, on_de
 pytree = _pytree  # as a public name
 
 __all__ = [
-    "Copies",
     "NEEDS_GRAD",
     "AllocatorPeak",
     "Clipping",
+    "Copies",
     "DataWrites",
     "LiveBytes",
     "OtherValues",

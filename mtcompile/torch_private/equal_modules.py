@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mtcompile.torch_private.dynamo import replace_method
 from mtcompile.torch_private.equal_state import Pairs, pairs_of
@@ -48,7 +49,6 @@ _WITHOUT_VALUE = (
     torch.amp.autocast_mode._enter_autocast,
     torch.amp.autocast_mode._exit_autocast,
 )
-
 
 
 @dataclass(slots=True)
@@ -123,11 +123,12 @@ class _Call:
 class _Facts:
     """What is known of a traced call that may be copied. ``inputs``: the graph's inputs that are tensors of the module.
     ``guards``: those of the module, without those of tensors, which Dynamo makes. ``touched``: the names of all that Dynamo
-    looked at in the module."""
+    looked at in the module. ``returned``: the storages of the result."""
 
     inputs: tuple[fx.Node, ...]
     guards: tuple[Any, ...]
     touched: frozenset[str]
+    returned: frozenset[int]
 
 
 @functools.cache
@@ -295,12 +296,13 @@ def _found(call: _Call, output: Any) -> _Facts:
             touched |= {_name(source) for source in sources}
             if (kind := guard.create_fn_name()) == "TENSOR_MATCH":
                 continue
-            if kind not in _GUARDS or getattr(guard.create_fn, "args", ()):
+            if kind not in _GUARDS or getattr(guard.create_fn, "args", None):
                 raise _NotEqual
             guards[guard.originating_source, kind, repr(keywords)] = guard
     _check_nodes(call, inputs)
+    returned = frozenset(_storage(node.meta["example_value"]) for node in _argument_nodes(call.result))
     _check_result(call.result, call)
-    return _Facts(tuple(inputs), tuple(guards.values()), frozenset(touched))
+    return _Facts(tuple(inputs), tuple(guards.values()), frozenset(touched), returned)
 
 
 def _check_nodes(call: _Call, inputs: list[fx.Node]) -> None:
@@ -313,7 +315,9 @@ def _check_nodes(call: _Call, inputs: list[fx.Node]) -> None:
         if not known.issuperset(node.all_input_nodes):
             raise _NotEqual
         known.add(node)
-        if str(id(call.variable.value)) not in node.meta.get("nn_module_stack", ()) or not _META.issubset({*node.meta, "example_value"}):
+        if str(id(call.variable.value)) not in node.meta.get("nn_module_stack", ()) or not _META.issubset(
+            {*node.meta, "example_value"}
+        ):
             raise _NotEqual
         if node.meta.get("example_value") is None and node.target not in _WITHOUT_VALUE:
             raise _NotEqual
@@ -339,14 +343,14 @@ def _check_result(result: Any, call: _Call) -> None:
 
 def _arguments(args: Any) -> Iterator[Any]:
     """Yields the tensors among arguments."""
-    from torch._dynamo.variables import TensorVariable, TupleVariable
+    from torch._dynamo.variables import ListVariable, TensorVariable, TupleVariable
 
     if isinstance(args, (list, tuple, dict)):
         for each in args.values() if isinstance(args, dict) else args:
             yield from _arguments(each)
         return
     args = _realized(args)
-    if type(args) is TupleVariable:
+    if type(args) in (TupleVariable, ListVariable):
         yield from _arguments(args.items)
     elif type(args) is TensorVariable:
         yield args
@@ -364,6 +368,7 @@ class _Copy:
         self.nodes: dict[fx.Node, fx.Node] = {}  # of the traced call, or what it reads -> in the copy
         self.variables: dict[int, Any] = {}  # by the ids of the traced call's arguments
         self.storages: dict[int, torch.Tensor] = {}  # of the traced call -> the first tensor of the copy's
+        self.elements: dict[int, torch.Tensor] = {}  # the same, of what only the copy's own nodes read
         if not around.is_like(call.around):
             raise _NotEqual
         self.match(call.args, args)
@@ -372,6 +377,7 @@ class _Copy:
             raise _NotEqual
         self.pairs: Pairs = pairs
         self.facts = _facts(call, tx)
+        self.returned = self.facts.returned
         changed = {id(each) for each in _notes(tx.output).changed}
         unchanged = {number for number, each in tx.output.side_effects.id_to_variable.items() if id(each) not in changed}
         if not unchanged.issuperset(number for number in pairs.seen if number in tx.output.side_effects.id_to_variable):
@@ -380,7 +386,7 @@ class _Copy:
         self.sources = {_named(ours, ours.name): _named(theirs, theirs.name)}
         if any(value in tx.output.side_effects for value in pairs.of.values() if isinstance(value, torch.Tensor)):
             raise _NotEqual  # a tensor that is in the graph already
-        for path, name in pairs.numbers:
+        for _, name in pairs.numbers:
             if any(re.search(rf"\b{re.escape(name)}\b", touched.removeprefix(ours.name)) for touched in self.facts.touched):
                 raise _NotEqual
         self.inputs = [(node, self.moved(node.meta["grapharg"].source)) for node in self.facts.inputs]
@@ -474,7 +480,7 @@ class _Copy:
             self.note_storage(node.meta["example_value"], self.nodes[node].meta["example_value"])
         install_guard(*self.guards)
         tracer = self.tx.output.root_tracer
-        with torch.enable_grad(), self.tx.fake_mode:
+        with torch.no_grad():
             for node in self.call.nodes:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.nodes.__getitem__)
                 *outer, (name, target) = node.meta["source_fn_stack"]
@@ -504,15 +510,28 @@ class _Copy:
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor like one of the traced call's: a view of what corresponds to that one's base."""
-        base = self.storages.get(_storage(tensor))
-        if base is None:
-            made = _made(tensor)
-            self.storages[_storage(tensor)] = made
+        storage = _storage(tensor)
+        if (base := self.storages.get(storage)) is not None:
+            return self.view(base, tensor)
+        if storage in self.returned:  # what goes on to be traced has the history of an operation's result
+            with torch.enable_grad(), self.tx.fake_mode:
+                made = self.storages[storage] = _made(tensor)
             return made
-        if base.dtype != tensor.dtype:
-            base = base.view(tensor.dtype)
-        base = base if tensor.requires_grad else base.detach()
-        return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if (elements := self.elements.get(storage)) is None:
+            size = tensor.untyped_storage().nbytes() // tensor.element_size()
+            elements = self.elements[storage] = torch.empty(size, dtype=tensor.dtype, device="meta")
+        if elements.dtype != tensor.dtype:
+            elements = elements.view(tensor.dtype)
+        part = elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        fake: Any = FakeTensor
+        return fake(self.tx.fake_mode, part, tensor.device).requires_grad_(tensor.requires_grad)  # type: ignore[no-any-return]
+
+    def view(self, base: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad(), self.tx.fake_mode:
+            if base.dtype != tensor.dtype:
+                base = base.view(tensor.dtype)
+            base = base if tensor.requires_grad else base.detach()
+            return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def result(self, result: Any) -> Any:
         from torch._dynamo.variables import ListVariable, TensorVariable, TupleVariable, builder
@@ -588,7 +607,7 @@ def _module_path(name: str) -> str:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
@@ -607,8 +626,6 @@ def _about(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _changes_operand(node: fx.Node) -> bool:
+    """Tells whether an operation is named as one that changes an operand. Versions of tensors tell of others, too."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = getattr(operator, name, None) is node.target and (name == "setitem" or hasattr(operator, name[1:]))
-    in_place = in_place and (name == "setitem" or name.startswith("i"))
-    inplace = node.kwargs.get("inplace") or any(argument is True for argument in node.args[1:]) and "inplace" in name
-    return (name.endswith("_") and not name.endswith("__")) or in_place or "out" in node.kwargs or bool(inplace)
+    return (name.endswith("_") and not name.endswith("__")) or name in ("setitem", "set_data") or "out" in node.kwargs

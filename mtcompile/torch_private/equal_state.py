@@ -15,7 +15,8 @@ _CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, to
 @dataclass(slots=True)
 class Pairs:
     """What corresponds in two modules of equal state. ``of``: id of each module and tensor in the first -> that in the second.
-    ``seen``: ids of all containers and objects of both. ``numbers``: the attributes whose ints differ, as (path of the module below the first, name)."""
+    ``seen``: ids of all containers and objects of both. ``numbers``: the attributes whose ints differ, as (path of the module
+    below the first, name)."""
 
     of: dict[int, Any] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)

@@ -46,9 +46,7 @@ class Stack(nn.Module):
 
 def captured(model: nn.Module, *args: Any, **kwargs: Any) -> int:
     """Asserts that the graph is that of tracing each module. Returns how many calls were copied."""
-    (copied, copies), (whole, _) = (
-        _captured(copy.deepcopy(model), Copies(allowed), args, kwargs) for allowed in (True, False)
-    )
+    (copied, copies), (whole, _) = (_captured(copy.deepcopy(model), Copies(allowed), args, kwargs) for allowed in (True, False))
     assert _text(copied) == _text(whole)
     return copies.made
 
@@ -237,9 +235,7 @@ class Registered(Layer):
         return super().forward(x) * TABLE[id(self)]
 
 
-@pytest.mark.parametrize(
-    "layer", (Numbered, NumberedInDict, Scaled, Rates, Closure, InDict, Counting, Storing, InPlace)
-)
+@pytest.mark.parametrize("layer", (Numbered, NumberedInDict, Scaled, Rates, Closure, InDict, Counting, Storing, InPlace))
 def test_layers_that_differ_are_traced(layer: Callable[[int], nn.Module]) -> None:
     assert captured(Stack(layer), x()) == 0
 
@@ -299,9 +295,7 @@ def _strided(model: Stack) -> None:
     model.layers[3].up.weight = nn.Parameter(model.layers[3].up.weight.detach().t())
 
 
-@pytest.mark.parametrize(
-    "change", (_hooked, _tied, _shared, _frozen, _patched, _tied_to_stem, _evaluating, _ordered, _strided)
-)
+@pytest.mark.parametrize("change", (_hooked, _tied, _shared, _frozen, _patched, _tied_to_stem, _evaluating, _ordered, _strided))
 def test_a_layer_that_differs_is_traced(change: Callable[[Stack], None]) -> None:
     model = Stack()
     change(model)
