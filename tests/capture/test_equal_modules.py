@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -87,10 +88,13 @@ def _text(module: torch.fx.GraphModule) -> list[Any]:
         storage = storages.setdefault(torch_private.storage_id(value), len(storages))
         return value.shape, value.stride(), value.storage_offset(), value.dtype, value.requires_grad, value._version, storage
 
+    numbers = {node: number for number, node in enumerate(module.graph.nodes)}
+
     def node_text(node: torch.fx.Node) -> Any:
         modules = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-        where = modules, node.meta.get("stack_trace"), str(node.meta.get("source_fn_stack"))
-        what = node.op, node.name, str(node.target), str(node.args), str(node.kwargs)
+        where = modules, node.meta.get("stack_trace"), [what for _, what in node.meta.get("source_fn_stack", ())]
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda operand: f"node {numbers[operand]}")  # type: ignore
+        what = node.op, re.sub(r"_\d+$", "", node.name), str(node.target), repr(arguments)
         return *what, about(node.meta.get("example_value")), *where, getattr(node.meta.get("grapharg"), "source", None)
 
     return [node_text(node) for node in module.graph.nodes]
@@ -135,6 +139,26 @@ def test_experts_are_copied() -> None:
             return torch.stack([layer(x) * share for layer, share in zip(self.layers, x[0], strict=False)]).mean()
 
     assert captured(Experts(), x()) == LAYERS - 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "copies"),
+    (
+        ("Llama", {}, 3),
+        ("Llama", {"attention_dropout": 0.1}, 3),
+        ("Gemma3Text", {"layer_types": ["full_attention", "sliding_attention"] * 2, "head_dim": 8}, 2),
+        ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}, 3),
+        ("Cohere2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, 2),
+    ),
+)
+def test_layers_of_transformers_are_copied_by_kind(kind: str, sizes: dict[str, Any], copies: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    common = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "use_cache": False}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(**common, **heads, **sizes)
+    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
+    tokens = torch.randint(1, 64, (2, 8))
+    assert captured(model, input_ids=tokens, labels=tokens) >= copies
 
 
 # -------------------------------------------------------------------------------------------------------- what is not equal
