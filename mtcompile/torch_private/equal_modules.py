@@ -122,11 +122,13 @@ class _Call:
 @dataclass(frozen=True, slots=True)
 class _Facts:
     """What is known of a traced call that may be copied. ``inputs``: the graph's inputs that are tensors of the module.
-    ``guards``: those of the module, without those of tensors, which Dynamo makes. ``touched``: the names of all that Dynamo
-    looked at in the module. ``returned``: the storages of the result."""
+    ``guards``: those of the module, without those of tensors, which Dynamo makes. ``looked``: the sources in the module that
+    Dynamo made variables of. ``touched``: the names of these, and of what is guarded. ``returned``: the storages of the
+    result."""
 
     inputs: tuple[fx.Node, ...]
     guards: tuple[Any, ...]
+    looked: tuple[Any, ...]
     touched: frozenset[str]
     returned: frozenset[int]
 
@@ -288,7 +290,8 @@ def _found(call: _Call, output: Any) -> _Facts:
             if str(id(module)) not in node.meta.get("nn_module_stack", ()) or "stack_trace" not in node.meta:
                 raise _NotEqual  # an input that something outside of the module has taken before
     guards: dict[Any, Any] = {}
-    touched = {_name(source) for source in output.root_tracer.traced_sources if is_own(source)}
+    looked = tuple(source for source in output.root_tracer.traced_sources if is_own(source))
+    touched = set(map(_name, looked))
     for guard in output.guards:
         keywords = getattr(guard.create_fn, "keywords", {})
         sources = [guard.originating_source, *(value for value in keywords.values() if isinstance(value, Source))]
@@ -302,7 +305,7 @@ def _found(call: _Call, output: Any) -> _Facts:
     _check_nodes(call, inputs)
     returned = frozenset(_storage(node.meta["example_value"]) for node in _argument_nodes(call.result))
     _check_result(call.result, call)
-    return _Facts(tuple(inputs), tuple(guards.values()), frozenset(touched), returned)
+    return _Facts(tuple(inputs), tuple(guards.values()), looked, frozenset(touched), returned)
 
 
 def _check_nodes(call: _Call, inputs: list[fx.Node]) -> None:
@@ -479,6 +482,7 @@ class _Copy:
             self.describe(copy, node)
             self.note_storage(node.meta["example_value"], self.nodes[node].meta["example_value"])
         install_guard(*self.guards)
+        self.tx.output.root_tracer.traced_sources.update(map(self.moved, self.facts.looked))  # for modules around this one
         tracer = self.tx.output.root_tracer
         with torch.no_grad():
             for node in self.call.nodes:

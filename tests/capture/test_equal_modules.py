@@ -250,6 +250,23 @@ class InPlace(Layer):
         return super().forward(x)
 
 
+class Nested(Layer):
+    """Experts are numbered alike in each layer but the fourth."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Numbered(expert if number != 3 else 2 * expert) for expert in (1, 1, 1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for expert in self.experts:
+            x = expert(x)
+        return super().forward(x)
+
+
+def test_modules_within_equal_ones_are_compared() -> None:
+    assert captured(Stack(Nested), x()) >= LAYERS - 2  # and some experts of the first layer and the fourth
+
+
 TABLE: dict[int, float] = {}
 CHOSEN: list[nn.Module] = []
 
