@@ -381,9 +381,8 @@ class _Copy:
         self.pairs: Pairs = pairs
         self.facts = _facts(call, tx)
         self.returned = self.facts.returned
-        changed = {id(each) for each in _notes(tx.output).changed}
-        unchanged = {number for number, each in tx.output.side_effects.id_to_variable.items() if id(each) not in changed}
-        if not unchanged.issuperset(number for number in pairs.seen if number in tx.output.side_effects.id_to_variable):
+        changed, known = set(map(id, _notes(tx.output).changed)), tx.output.side_effects.id_to_variable
+        if changed and any(id(known.get(number)) in changed for number in pairs.seen):
             raise _NotEqual
         ours, theirs = call.variable.source, variable.source
         self.sources = {_named(ours, ours.name): _named(theirs, theirs.name)}
