@@ -71,6 +71,12 @@ def _transformers(kind: str, layers: int, **sizes: Any) -> Made:
     return getattr(transformers, f"{kind}ForCausalLM")(config), (), {"input_ids": tokens, "labels": tokens}
 
 
+def _without_cache(made: Made) -> Made:
+    """As the Trainer calls it: no keys and values are returned."""
+    model, args, kwargs = made
+    return model, args, {**kwargs, "use_cache": False}
+
+
 def _vit() -> Made:
     import transformers
 
@@ -88,6 +94,10 @@ MODELS: dict[str, Callable[[], Made]] = {
     "gpt-24": lambda: _gpt(24),
     "llama-12": lambda: _transformers("Llama", 12),
     "llama-32": lambda: _transformers("Llama", 32),
+    "llama-80": lambda: _transformers("Llama", 80),
+    "llama-12-no-cache": lambda: _without_cache(_transformers("Llama", 12)),
+    "llama-32-no-cache": lambda: _without_cache(_transformers("Llama", 32)),
+    "llama-80-no-cache": lambda: _without_cache(_transformers("Llama", 80)),
     "qwen3-moe-4": lambda: _transformers(
         "Qwen3Moe", 4, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, head_dim=8
     ),

@@ -159,6 +159,7 @@ def front_end(
                 plain_torch.plain_answers(state.answers),
                 torch_private.checking_branches(not state.in_parts),
                 torch_private.tracing_new_leaves(),
+                torch_private.copying_equal_modules(state.copies),
                 torch_private.tracing_side_actions(),
                 torch_private.computing_numpy(device),
                 torch_private.taking_known_values(state.takes, known_shapes.shaped),
@@ -217,6 +218,7 @@ class _State:
     do. ``programs``: how many were made, since all were dropped. ``traced``: the code that the present call has traced."""
 
     answers: plain_torch.Answers
+    copies: torch_private.Copies = field(default_factory=torch_private.Copies)
     takes: tuple[type, ...] = (bool,)
     in_parts: bool = False
     breaks: dict[str, str] = field(default_factory=dict)
@@ -240,6 +242,9 @@ class _State:
 
     def concede(self) -> bool:
         """After a capture that failed: says whether there is another way to try."""
+        if self.copies.allowed and self.copies.made:
+            self.copies.allowed = False
+            return True
         if self.answers.concede():
             return True
         if self.in_parts or int in self.takes:
@@ -249,7 +254,7 @@ class _State:
 
     def part(self, why: str, place: str, report: str) -> None:
         """Goes on in parts. They take no values: what a later part expects could be found out only after earlier ones ran."""
-        self.in_parts, self.takes = True, ()
+        self.in_parts, self.takes, self.copies.allowed = True, (), False
         self.note_break(why, place, report)
 
     def note_break(self, why: str, place: str, report: str) -> None:

@@ -81,6 +81,7 @@ from mtcompile.torch_private.dynamo import (
     without_break_warnings,
     without_reports_of_failures,
 )
+from mtcompile.torch_private.equal_modules import Copies, copying_equal_modules
 from mtcompile.torch_private.forward.side_actions import differentiates, seeing_hooks, tracing_side_actions
 from mtcompile.torch_private.kernels import (
     AllocatorPeak,
@@ -139,6 +140,7 @@ __all__ = [
     "NEEDS_GRAD",
     "AllocatorPeak",
     "Clipping",
+    "Copies",
     "DataWrites",
     "LiveBytes",
     "OtherValues",
@@ -162,6 +164,7 @@ __all__ = [
     "checking_branches",
     "compiled_by",
     "computing_numpy",
+    "copying_equal_modules",
     "counting_losses",
     "cpu_allocator_peak",
     "current_backward",
