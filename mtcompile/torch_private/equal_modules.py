@@ -516,7 +516,7 @@ class _Copy:
         storage = _storage(tensor)
         if (base := self.storages.get(storage)) is not None:
             return self.view(base, tensor)
-        if storage in self.returned:  # what goes on to be traced has the history of an operation's result
+        if storage in self.returned or tensor.requires_grad:  # it has the history of an operation's result
             with torch.enable_grad(), self.tx.fake_mode:
                 made = self.storages[storage] = _made(tensor)
             return made
@@ -527,7 +527,7 @@ class _Copy:
             elements = elements.view(tensor.dtype)
         part = elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         fake: Any = FakeTensor
-        return fake(self.tx.fake_mode, part, tensor.device).requires_grad_(tensor.requires_grad)  # type: ignore[no-any-return]
+        return fake(self.tx.fake_mode, part, tensor.device)  # type: ignore[no-any-return]
 
     def view(self, base: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad(), self.tx.fake_mode:
