@@ -317,7 +317,8 @@ def compile(
                gradient). They stay on a GPU only if its kernels have produced the same bits as the host's
     accumulate  runs each batch as that many micro-batches, cut along the first dimension, region by region: parameters are
                fetched once; gradients, added in order, leave once. The loss is the whole batch's. ``"auto"``: the fastest
-    update     ``"step"``: gradients wait in ``p.grad`` for ``optimizer.step()``. ``"backward"``: parameters are updated as
+    update     ``"step"``: gradients wait in ``p.grad`` for ``optimizer.step()``. A plan has room for older ones, too, from the
+               first forward that finds some, and on for good. ``"backward"``: parameters are updated as
                their gradients arrive, with the optimizer's own arithmetic; call ``optimizer.step()`` and ``zero_grad()`` as
                before. From the backward until ``zero_grad()``, each use of ``p.grad`` raises StepError. Gradients take the
                host memory of two regions; if the host is slower than the device, a plan uses more, within the limit that

@@ -95,9 +95,10 @@ def held_between_phases(schedule: Schedule) -> dict[str, int]:
     return {"device": aligned(pooled), **arenas}
 
 
-def pooled_weights(schedule: Schedule, index: int) -> int:
-    """Returns the bytes of fetched parameters that the device holds outside of its arena once instruction ``index`` starts."""
-    pooled = (c for c in changes(schedule) if (c.tier, c.place, c.role) == ("device", "pooled", "param"))
+def pooled_nbytes(schedule: Schedule, index: int, role: str) -> int:
+    """Returns the bytes of one role that the device holds outside of its arena once instruction ``index`` starts: as "param",
+    fetched parameters."""
+    pooled = (c for c in changes(schedule) if (c.tier, c.place, c.role) == ("device", "pooled", role))
     return sum(change.nbytes for change in pooled if change.instruction <= index)
 
 

@@ -15,9 +15,10 @@ from mtcompile.capture.description import Pattern, Tangents
 from mtcompile.execution.memory.fragments import index_of
 from mtcompile.passes.analysis.cost import Machine, crossing, kernel_us
 from mtcompile.passes.analysis.memory import owner
+from mtcompile.passes.analysis.state import state_by_tier
 from mtcompile.passes.analysis.storages import inputs_read_by_place
 from mtcompile.passes.plan import Plan
-from mtcompile.passes.planning.problem import Planned, PlanningProblem
+from mtcompile.passes.planning.problem import NOTHING, Planned, PlanningProblem
 from mtcompile.passes.step_graph import (
     MOVES_OF_ROWS,
     InputSpec,
@@ -70,9 +71,21 @@ class CompiledStep:
     problem: PlanningProblem
     together: Mapping[str, tuple[str, int, int]]
     joint: fx.GraphModule
-    # Kept from step to step: tensors of arena slots, and the phases that have run at least once.
+    # Kept from step to step: tensors of arena slots, the phases that have run at least once, and ``uncounted_nbytes``.
     slot_views: dict[str, torch.Tensor] = field(default_factory=dict)
     completed_phases: set[Phase] = field(default_factory=set)
+    uncounted: dict[int, dict[str, int]] = field(default_factory=dict)
+
+    def uncounted_nbytes(self, sums: int) -> Mapping[str, int]:
+        """Returns by tier the bytes of earlier gradients that its backward adds to and its plan does not count. ``sums``: what
+        these take, in sizes of the parameters."""
+        budgets, step = self.problem.budgets, self.problem.step
+        if self.tangents is None or sums <= budgets.sums:
+            return NOTHING
+        if sums not in self.uncounted:
+            held, needed = (state_by_tier(step, self.plan, each) for each in (budgets, replace(budgets, sums=sums)))
+            self.uncounted[sums] = {tier: nbytes - held[tier] for tier, nbytes in needed.items()}
+        return self.uncounted[sums]
 
     def tangents_of(self, gradients: Sequence[torch.Tensor | None]) -> Pattern:
         """The tangents of gradients that arrive: those that this step was traced for, as far as it fits."""
@@ -197,7 +210,8 @@ class Frame:
     """The state of one training forward, for its backward; owned by the autograd context.
 
     ``snapshots``: by input index, the buffers that the forward changes, as they were before. ``versions``: version counters of
-    the inputs. ``sent_nbytes``: device bytes of the arguments that were sent there for it. ``spent``: its backward has begun.
+    the inputs. ``sent_nbytes``: device bytes of the arguments that were sent there for it. ``sums``: what gradients of earlier
+    backwards its forward left room for, in sizes of the parameters. ``spent``: its backward has begun.
     ``evicted``: its saved values are gone, so its backward runs the forward again. ``repeated``: an earlier backward of the
     same forward has run. ``writes``: notices changes through ``.data`` of its inputs and outputs.
     """
@@ -212,6 +226,7 @@ class Frame:
     output_versions: Mapping[int, int] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     sent_nbytes: int = 0
+    sums: int = 0
     spent: bool = False
     evicted: bool = False
     measured: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -133,6 +133,19 @@ class Door(RunnablePlacement, Protocol):
     def backward(self, node: Any, frame: Frame, tangents: Sequence[torch.Tensor | None]) -> AbstractContextManager[None]:
         """Surrounds a backward. ``node``: its node in autograd's graph. Raises StepError if it cannot start."""
         return nullcontext()
+
+    @property
+    def sums(self) -> int:
+        """What gradients of earlier backwards take that later ones add to, in sizes of the parameters, as far as is known."""
+        return 0
+
+    def note_sums(self, inputs: Iterable[torch.Tensor]) -> bool:
+        """Tells whether a backward adds to gradients of its inputs. Then, ``sums`` is more than 0 from now on."""
+        return False
+
+    def gradients_nbytes(self) -> int:
+        """Returns the bytes of gradients on the device now."""
+        return 0
 
     def may_run_again(self) -> bool:
         """Tells whether a backward that has failed has changed nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +64,7 @@ class ModelDoor(Door):
         elif self.masters is not None:
             self.masters.updating = self.wholeness.updating
         self.disk: DiskState | None = None
+        # Whether the next backward is not the last of its step; whether steps have had several, so that plans count their sums.
         self._goes_on = self._adds_up = False
         self._beside = 0  # device bytes beside the step that was planned last
         self.sent_nbytes = 0  # bytes of the arguments, which are on the device during the call
@@ -88,9 +89,7 @@ class ModelDoor(Door):
     def add_up(self, goes_on: bool) -> None:
         """Takes note whether another backward adds to the gradients of the next one before they are used. Raises StepError
         where updates cannot take such sums."""
-        if self.updates is None:
-            return
-        if goes_on and (self.options.disk is not None or not self.alone):
+        if goes_on and self.updates is not None and (self.options.disk is not None or not self.alone):
             what = "disk=" if self.options.disk is not None else "several ranks"
             raise StepError(
                 f'the loop adds up gradients of several backwards, which update="backward" does not do with {what}. Expected '
@@ -153,7 +152,7 @@ class ModelDoor(Door):
         self.host_beside = self.parameters.unread_nbytes(parameters, fragments.parameter_homes(step), self.optimizer)
         host = None if self.options.host is None else self.options.host - self.frames.host_nbytes() - self.host_beside
         state, fixed = fragments.state_with_fragments(state, step), self._fixed_homes(step)
-        sums = (2 if self.masters is not None else 1) if self._adds_up and _trains(step) else 0  # those of masters are fp32
+        sums = self.sums if _trains(step) else 0
         budgets = Budgets(available, host, copies, reserve=reserve, updates=updates, state=state, sums=sums)
         return budgets if self.options.disk is None else self._with_disk(budgets, step, fixed), fixed
 
@@ -210,7 +209,8 @@ class ModelDoor(Door):
         read = set(step.meta["homes"].values())
         settled = self.parameters.settled_tiers  # what may leave, does so if the program does not read it
         unread = {block: self.parameters.slabs[block] for block in settled if settled[block] == "device" and block not in read}
-        self._beside = self.frames.nbytes() + sum(slab.memory.numel() for slab in unread.values())
+        self._beside = self.frames.nbytes() + (0 if _trains(step) else self.gradients_nbytes())
+        self._beside += sum(slab.memory.numel() for slab in unread.values())
         beside = [(name, place.parameter) for name, place in self.parameters.places.items() if place.block in unread]
         self._beside += sum(state.get(name, 0) + (placed(p.nbytes) if p.requires_grad else 0) for name, p in beside)
         return self.options.memory - self._beside
@@ -306,7 +306,10 @@ class ModelDoor(Door):
 
     def before_forward(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Lets a forward take the place of earlier ones that wait for a backward, where that would update parameters: in one
-        step, only one may."""
+        step, only one may. Without updates, takes note whether the backward will add to gradients."""
+        self.note_sums(inputs.values())
+        read = {id(t) for frame in self.frames.waiting() for t in frame.inputs if isinstance(t, nn.Parameter)}
+        self._adds_up |= self.updates is None and any(id(t) in read for t in inputs.values())
         if self.updating is not None and self.updating.before_forward(inputs):
             for frame in self.frames.waiting():
                 if fragments.updated_by(frame.compiled.step):
@@ -342,6 +345,20 @@ class ModelDoor(Door):
     def before_accumulation(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         if self.masters is not None:
             self.masters.widen(t for t, gradient in zip(inputs, gradients, strict=True) if gradient is not None)
+
+    @property
+    def sums(self) -> int:
+        return (2 if self.masters is not None else 1) if self._adds_up else 0  # those of masters are fp32
+
+    def gradients_nbytes(self) -> int:
+        homes = self.parameters
+        there = [place.parameter.grad for place in homes.places.values() if homes.slabs[place.block].tier == "device"]
+        return 0 if self.updates is not None else sum(placed(g.nbytes) for g in there if g is not None)
+
+    def note_sums(self, inputs: Iterable[torch.Tensor]) -> bool:
+        adds_up = self.updates is None and any(isinstance(t, nn.Parameter) and t.grad is not None for t in inputs)
+        self._adds_up |= adds_up
+        return adds_up
 
     def may_run_again(self) -> bool:
         return self.updates is None or not self.updates.has_updated

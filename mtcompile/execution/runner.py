@@ -55,6 +55,9 @@ class Listener(Protocol):
 
     def phase_ran(self, run: PhaseRun) -> None: ...
 
+    def beside_nbytes(self, compiled: CompiledStep) -> int:
+        """Returns the device bytes that others hold now beside a step."""
+
     def step_ran(self, frame: Frame) -> None:
         """Called when a whole step has run, including updates that continued during the next forward."""
 
@@ -242,7 +245,7 @@ class Runner:
         began_us = max((r.end_us for r in frame.records), default=0.0)
         if phase == "forward":  # whole steps only: the profiler must see the allocation of whatever the backward frees
             frame.measured = knobs.check() or not compiled.settled
-        base = self._device_nbytes(memory) + self.frames.nbytes() if frame.measured else 0
+        base = self._device_nbytes(memory) + self.listener.beside_nbytes(compiled) if frame.measured else 0
         measuring = allocator_peak(self.device.where) if frame.measured else contextlib.nullcontext()
         if deferred is not None:  # before they begin: after an interrupt, nobody else would wait for them
             self.pending = PendingUpdates(frame, deferred, began_us)

@@ -174,7 +174,8 @@ class Session:
 
     def _known_or_compiled(self, captured: CapturedStep, known: CompiledSteps, beside: int = 0) -> CompiledStep:
         """``beside``: the number of further forwards like this one that the memory has to hold, as saved for a backward."""
-        reserved = self.frames.nbytes(), self.frames.host_nbytes(), self.frames.hold
+        gradients = self.door.gradients_nbytes() if captured.tangents is None else self.door.sums
+        reserved = self.frames.nbytes(), self.frames.host_nbytes(), self.frames.hold, gradients
         autocast = captured.description.backward_autocast
         base = (captured.tangents, autocast, torch.get_num_threads(), self.door.plan_key())
         key = (*base, reserved, beside)
@@ -211,7 +212,7 @@ class Session:
 
     def _fits(self, compiled: CompiledStep, beside: int = 0) -> bool:
         budgets, _ = self.door.constraints(compiled.problem.step)
-        return leaves_room(budgets, compiled.schedule, beside)
+        return leaves_room(budgets, compiled.schedule, beside, compiled.uncounted_nbytes(budgets.sums))
 
     def _compile(self, captured: CapturedStep, beside: int) -> CompiledStep:
         self.door.before_planning()
@@ -251,7 +252,7 @@ class Session:
         self.last = compiled
         with self.door.phase(compiled, "forward"):
             frame, outputs = self.runner.forward(compiled, inputs)
-        frame.sent_nbytes = self.door.sent_nbytes
+        frame.sent_nbytes, frame.sums = self.door.sent_nbytes, self.door.sums
         self.frames.add(frame)
         frame.hand_out(outputs)
         return frame, outputs
@@ -267,12 +268,14 @@ class Session:
         returns, if gradients arrive at other outputs, with other strides or under another autocast than was traced, or if its
         saved values have been evicted."""
         frame.spent = True
+        adds = self.door.note_sums(frame.inputs) and self.door.sums > frame.sums  # to gradients that its forward did not see
         self._make_room_beside(frame)
         tangents = [None if t is None else t.resolve_conj().resolve_neg() for t in tangents]  # kernels see memory
         pattern = frame.compiled.tangents_of(tangents)
         autocast = enabled_autocast(self.device.where)
         expected = captured.description.backward_autocast
         again = frame.evicted or pattern != frame.compiled.tangents or autocast != expected
+        again = again or (adds and not self._fits(frame.compiled))
         check_versions(frame, captured.description, again)
         description = replace(captured.description, backward_autocast=autocast)
         traced = replace(captured, description=description, tangents=pattern)
@@ -336,7 +339,12 @@ class Session:
             resident = self.parameters.resident_nbytes()
         else:
             resident = self.last.schedule.resident_nbytes.get("device", 0) if self.last and self.parameters.has_residents else 0
-        return self.arenas.nbytes("device") + resident + self.frames.nbytes()
+        return self.arenas.nbytes("device") + resident + self.beside_nbytes(self.last)
+
+    def beside_nbytes(self, compiled: CompiledStep | None) -> int:
+        """Returns the device bytes of forwards that wait, and of gradients that are there and that no plan counts."""
+        counted = compiled is not None and compiled.problem.budgets.sums
+        return self.frames.nbytes() + (0 if counted else self.door.gradients_nbytes())
 
     def resting_nbytes(self) -> int:
         """Returns the device bytes that stay held during a call, if it needs the arena's: the call's arguments included."""
@@ -359,8 +367,8 @@ class Session:
 
     def phase_ran(self, run: PhaseRun) -> None:
         compiled, frame = run.frame.compiled, run.frame
-        self.note_planned(compiled.schedule.peak_nbytes["device"] + self.frames.nbytes())
-        self.arenas.note_planned(compiled.schedule, self.door.host_beside)
+        self.note_planned(self._planned_nbytes(compiled))
+        self.arenas.note_planned(compiled.schedule, self.door.host_beside + compiled.uncounted_nbytes(self.door.sums)["host"])
         # Optimizer state counts as resident from the start, so a backward that allocates it is not measured.
         if not (frame.measured and run.phase == "backward" and self.door.optimizer_state_was_made()):
             compiled.completed_phases.add(run.phase)
@@ -383,10 +391,16 @@ class Session:
         for listener in self.listeners:
             listener.step_ran(compiled, trace if exact else None)
 
+    def _planned_nbytes(self, compiled: CompiledStep) -> int:
+        """Returns the device bytes that a step may take with what others hold."""
+        own = compiled.schedule.peak_nbytes["device"]
+        if compiled.tangents is None:
+            return own + self.beside_nbytes(compiled)
+        return own + self.frames.nbytes() + compiled.uncounted_nbytes(self.door.sums)["device"]
+
     def _device_peaked(self, compiled: CompiledStep, nbytes: int) -> None:
         self.peak_device_bytes = max(self.peak_device_bytes, nbytes)
-        planned = compiled.schedule.peak_nbytes["device"] + self.frames.nbytes()
-        if nbytes > planned:
+        if nbytes > (planned := self._planned_nbytes(compiled)):
             warnings.warn(
                 f"the device peak was {nbytes} bytes, expected at most the planned {planned}: a kernel took more than when "
                 "it was measured. Please report it with what MT_DUMP=dir writes",
@@ -404,7 +418,10 @@ class Session:
     def note_host_bytes(self, compiled: CompiledStep | None) -> None:
         """Updates the host peak with the memory held now: the training state that is neither on the device nor on disk, the
         arena, and what requests to the disk go through."""
-        resident = compiled.schedule.resident_nbytes.get("device", 0) if compiled else 0
+        resident = 0
+        if compiled is not None:
+            new = compiled.uncounted_nbytes(1)["device"] if compiled.problem.budgets.updates is None else 0
+            resident = compiled.schedule.resident_nbytes.get("device", 0) + new
         state = max(0, sum(self.door.state_nbytes().values()) - resident - self.door.on_disk_nbytes())
         beside = self.arenas.all_host_nbytes() + self.door.disk_staging_nbytes()
         self.peak_host_bytes = max(self.peak_host_bytes, state + beside)

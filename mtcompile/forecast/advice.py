@@ -103,7 +103,7 @@ def _savings(request: ForecastRequest, sized: SizedStep, budgets: Budgets) -> It
         yield Change(f"lora={_LORA_RANK}", lambda: sized_step(adapters, *sized.size).candidates.problem)
     if budgets.disk is None and (not trains or backward or budgets.updates is not None):
         updating = _updating(request, budgets) if backward else budgets
-        nbytes = request.machine.disk_nbytes or sum(held_nbytes(problem.step, budgets).values()) * 2
+        nbytes = request.machine.disk_nbytes or sum(held_nbytes(problem.step, budgets, "host").values()) * 2
         on_disk = replace(request, budgets=with_disk(updating, nbytes, request.precision))
         yield Change(f"disk={also}", lambda: in_form(on_disk, sized, sized.joint.form).candidates.problem)
 

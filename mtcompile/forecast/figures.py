@@ -19,8 +19,8 @@ from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import kernel_cost, uncounted
 from mtcompile.passes.analysis.state import (
     Budgets,
+    held_by_tier,
     held_nbytes,
-    on_disk_nbytes,
     resident_nbytes,
     state_nbytes,
     state_on_disk_nbytes,
@@ -41,7 +41,7 @@ from mtcompile.passes.step_graph import fragments_of, inputs_of
 from mtcompile.runtime.schedule import gib
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import busy_us, exposed_us, time_of
-from mtcompile.runtime.usage import most_in_slots, pooled_weights, walk
+from mtcompile.runtime.usage import most_in_slots, pooled_nbytes, walk
 from mtcompile.runtime.verify import verify
 
 
@@ -55,7 +55,7 @@ def figures(request: ForecastRequest, sized: SizedStep, planned: Planned | DoesN
         feasible=False,
         parameters=sum(p.numel() for p in _parameters(sized.candidates.problem.step)),
         tokens=sized.tokens,
-        state_bytes=sum(held_nbytes(candidates.problem.step, budgets).values()),
+        state_bytes=sum(held_nbytes(candidates.problem.step, budgets, "host").values()),
         budget_bytes=budgets.nbytes,
         peak_bytes={},
         minimum_device_bytes=0,
@@ -152,21 +152,22 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
     """Returns tier -> part -> bytes at the moment when the tier is fullest. The parts of a tier add up to its peak.
     ``other``: what is held at all times beside training state: a generator's state, the step counters of optimizers."""
     schedule, step, budgets = planned.schedule, candidates.problem.step, candidates.problem.budgets
-    by_block = weights_nbytes(step, budgets), trained_nbytes(step), state_nbytes(step, budgets), held_nbytes(step, budgets)
-    own = [{block: budgets.part_of(block, nbytes) for block, nbytes in part.items()} for part in by_block[:3]]
-    by_block = own[0], own[1], own[2], by_block[3]
-    on_disk: tuple[dict[str, int] | None, ...] = (None,) * len(by_block)
+    by_block = weights_nbytes(step, budgets), trained_nbytes(step), state_nbytes(step, budgets)
+    own = [{block: budgets.part_of(block, nbytes) for block, nbytes in part.items()} for part in by_block]
+    by_tier: list[dict[str, dict[str, int]]] = [{"device": part, "host": part} for part in own]
     if budgets.disk is not None:
         weights_there, trained_there = weights_on_disk_nbytes(step), weights_on_disk_nbytes(step, trained=True)
-        on_disk = weights_there, trained_there, state_on_disk_nbytes(step, budgets), on_disk_nbytes(step, budgets)
-    weights, trained, state, held = (resident_nbytes(b, planned.plan, d) for b, d in zip(by_block, on_disk, strict=True))
+        on_disk = weights_there, trained_there, state_on_disk_nbytes(step, budgets)
+        by_tier = [{**part, "disk": there} for part, there in zip(by_tier, on_disk, strict=True)]
+    by_tier.append(held_by_tier(step, budgets))
+    weights, trained, state, held = (resident_nbytes(part, planned.plan) for part in by_tier)
     split = PRECISIONS[unplanned.precision].split
     fullest = max(walk(schedule), key=lambda usage: usage.pooled + usage.tangents + usage.workspace)
     ledger: dict[str, dict[str, int]] = {}
     for tier, nbytes in weights.items():
         masters = trained[tier] // budgets.hosts if split else 0
         parts = {"weights": nbytes, "master": masters, "optimizer": state[tier] - masters}
-        parts["gradients"] = held[tier] - sum(parts.values()) if budgets.grad_copies else 0
+        parts["gradients"] = held[tier] - sum(parts.values()) if budgets.grad_copies(tier) else 0
         parts["optimizer"] += held[tier] - sum(parts.values())  # of what ranks share, what rounding leaves
         arena = schedule.arena_nbytes.get(tier, 0)
         if tier == "host":
@@ -177,9 +178,10 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
                 arena -= parts["staging"]
         parts["staging" if tier == "device" else "activations"] = arena
         if tier == "device":
-            fetched = pooled_weights(schedule, fullest.index)
+            fetched, made = (pooled_nbytes(schedule, fullest.index, role) for role in ("param", "grad"))
             parts["staging"] += fetched
-            parts |= {"activations": fullest.pooled - fetched + fullest.tangents, "workspace": fullest.workspace}
+            parts["gradients"] += made
+            parts |= {"activations": fullest.pooled - fetched - made + fullest.tangents, "workspace": fullest.workspace}
         parts["other"] = schedule.resident_nbytes[tier] - held[tier]
         assert sum(parts.values()) == schedule.peak_nbytes[tier], "expected parts that add up to the peak"
         ledger[tier] = parts

@@ -36,8 +36,8 @@ class Budgets:
     fetches read parameters on disk straight to the device; None: whichever is faster. ``exchange``: bytes of
     the host through which ranks combine gradients. ``sharing``: how many ranks of a host have the home blocks ``once`` between
     them, with their state; each rank counts an equal part of these. ``hosts``: how many have a part each of that state.
-    ``parts``: the home blocks of which each of these hosts has a part of the weights, too. ``sums``: what gradients take that
-    several backwards add up before a step, in sizes of the parameters; 0: each step has one backward."""
+    ``parts``: the home blocks of which each of these hosts has a part of the weights, too. ``sums``: what gradients of
+    earlier backwards take that the next one adds to, in sizes of the parameters; 0: each step has one backward."""
 
     device: int | None = None
     host: int | None = None
@@ -61,11 +61,10 @@ class Budgets:
     parts: frozenset[str] = frozenset()
     sums: int = 0
 
-    @property
-    def grad_copies(self) -> int:
-        """Gradients that are held between steps, in sizes of the parameters that are trained: those that wait for
-        optimizer.step(), or for other backwards that add to them."""
-        return max(self.sums, 1 if self.updates is None else 0)
+    def grad_copies(self, tier: str) -> int:
+        """Gradients that a tier holds during a whole step, in sizes of the parameters that are trained and at home there: those
+        of earlier backwards and, on the host, room for the new ones. On the device these are values of the step."""
+        return self.sums + (1 if self.updates is None and tier == "host" else 0)
 
     @property
     def nbytes(self) -> dict[str, int | None]:
@@ -182,15 +181,15 @@ def with_parts(step: fx.GraphModule, budgets: Budgets, wanted: bool | None) -> B
     host is to have room for all that it holds otherwise."""
     sharded = () if budgets.updates is None or budgets.hosts == 1 else budgets.updates.sharded
     if wanted is None and budgets.host is not None:
-        wanted = sum(held_nbytes(step, budgets).values()) + budgets.exchange > budgets.host
+        wanted = sum(held_nbytes(step, budgets, "host").values()) + budgets.exchange > budgets.host
     return replace(budgets, parts=frozenset(sharded)) if wanted else budgets
 
 
-def held_nbytes(step: fx.GraphModule, budgets: Budgets) -> dict[str, int]:
-    """The bytes held at all times by home block: weights, optimizer state, and gradients where they wait for optimizer.step()
-    (an older one may be held while a new one is made). Of what ranks share, it is one rank's part; of what hosts share, that of
-    the host with the largest. Gradients are each rank's own."""
-    trained, copies = trained_nbytes(step), budgets.grad_copies
+def held_nbytes(step: fx.GraphModule, budgets: Budgets, tier: str) -> dict[str, int]:
+    """The bytes that a tier ("device", "host") holds at all times, by home block, if all blocks are there: weights, optimizer
+    state, and gradients. Of what ranks share, it is one rank's part; of what hosts share, that of the host with the largest.
+    Gradients are each rank's own."""
+    trained, copies = trained_nbytes(step), budgets.grad_copies(tier)
     state = state_nbytes(step, budgets)
     weights = weights_nbytes(step, budgets).items()
     return {b: budgets.part_of(b, nbytes + state[b]) + copies * trained[b] for b, nbytes in weights}
@@ -230,16 +229,19 @@ def _state_copies(spec: InputSpec, nbytes: int, budgets: Budgets) -> float:
     return math.ceil(budgets.state.get(spec.name, 0) / max(1, placed(nbytes)))
 
 
-def resident_nbytes(held: Mapping[str, int], plan: Plan, on_disk: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Persistent bytes per tier. ``held``: by home block, as ``held_nbytes`` returns them; ``on_disk``: the same if a block
-    is on disk; None without a disk."""
-    totals = {"device": 0, "host": 0} if on_disk is None else {"device": 0, "host": 0, "disk": 0}
-    for (block, nbytes), tier in zip(held.items(), plan.tiers(held), strict=True):
-        if tier == "disk" and on_disk is not None:
-            totals["disk"] += on_disk[block]
-        else:
-            totals["device" if tier == "device" else "host"] += nbytes
+def resident_nbytes(held: Mapping[str, Mapping[str, int]], plan: Plan) -> dict[str, int]:
+    """Persistent bytes per tier. ``held``: by tier and home block, as ``held_by_tier`` returns them."""
+    totals = dict.fromkeys(held, 0)
+    for block, tier in zip(held["host"], plan.tiers(held["host"]), strict=True):
+        at = tier if tier in held else "host"
+        totals[at] += held[at][block]
     return totals
+
+
+def held_by_tier(step: fx.GraphModule, budgets: Budgets) -> dict[str, dict[str, int]]:
+    """Returns tier -> home block -> the bytes that the tier holds at all times if the block is there."""
+    held = {tier: held_nbytes(step, budgets, tier) for tier in ("device", "host")}
+    return held if budgets.disk is None else {**held, "disk": on_disk_nbytes(step, budgets)}
 
 
 def persistent_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dict[str, int]:
@@ -250,7 +252,7 @@ def persistent_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dic
 
 def persistent_of(step: fx.GraphModule, budgets: Budgets) -> Callable[[Plan], dict[str, int]]:
     """Returns ``persistent_nbytes`` for many plans: what is the same for all of them is worked out once."""
-    held, on_disk = held_nbytes(step, budgets), None if budgets.disk is None else on_disk_nbytes(step, budgets)
+    held = held_by_tier(step, budgets)
     counters = sum(is_trained(spec) and spec.name in step.meta["homes"] for spec, _ in inputs_of(step))
     last: tuple[object, dict[str, int]] = None, {}  # plans that were made of others mostly share what they decide about homes
 
@@ -258,7 +260,7 @@ def persistent_of(step: fx.GraphModule, budgets: Budgets) -> Callable[[Plan], di
         nonlocal last
         decided = plan.decisions.of_kind("params")
         if last[0] is not decided:
-            last = decided, resident_nbytes(held, plan, on_disk)
+            last = decided, resident_nbytes(held, plan)
         totals = last[1].copy()
         totals["device"] += budgets.reserve
         totals["host"] += counters * SCALAR_STATE_NBYTES + budgets.exchange
@@ -271,8 +273,7 @@ def persistent_of(step: fx.GraphModule, budgets: Budgets) -> Callable[[Plan], di
 
 def state_by_tier(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> dict[str, int]:
     """The training state that a plan keeps on each tier."""
-    on_disk = None if budgets.disk is None else on_disk_nbytes(step, budgets)
-    return resident_nbytes(held_nbytes(step, budgets), plan, on_disk)
+    return resident_nbytes(held_by_tier(step, budgets), plan)
 
 
 def update_staging_nbytes(step: fx.GraphModule, plan: Plan, budgets: Budgets) -> int:

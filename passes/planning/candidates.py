@@ -143,13 +143,13 @@ class Candidates:
     @cached_property
     def _seeds(self) -> Within:
         rounding = Rounding(self.blocks, self.sizes, () if self._disk is None else self._disk.order)
-        held = held_nbytes(self.problem.step, self.problem.budgets)
+        held = held_nbytes(self.problem.step, self.problem.budgets, "host")
         return Within(self._bounds.solve, least_plan(self.base, self.blocks), rounding, held)
 
     @cached_property
     def _ways(self) -> Ways:
         budgets, blocks, sizes = self.problem.budgets, self.blocks, self.open_params
-        held, host = held_nbytes(self.problem.step, budgets), budgets.host_activations
+        held, host = held_nbytes(self.problem.step, budgets, "device"), budgets.host_activations
         streaming = {home: self.sizes[home] for home in streamable(self.problem.step, budgets)}
         kinds = moves(blocks, sizes, host, streaming) + singles(blocks, sizes, host, self.effort.evaluations)
         return Ways(kinds, rooms(blocks, sizes, held, host), filling(sizes, held))

@@ -114,7 +114,7 @@ def resident_plan(problem: PlanningProblem) -> Planned | None:
 def may_be_resident(problem: PlanningProblem) -> bool:
     """Says whether the training state alone fits on the device."""
     budgets = problem.budgets
-    return budgets.device is None or sum(held_nbytes(problem.step, budgets).values()) <= budgets.device
+    return budgets.device is None or sum(held_nbytes(problem.step, budgets, "device").values()) <= budgets.device
 
 
 def homes_of_rows(whole: PlanningProblem, rows: fx.GraphModule) -> set[str | None]:

@@ -74,6 +74,7 @@ class Planned:
     schedule: Schedule
 
 
+NOTHING: Mapping[str, int] = {"device": 0, "host": 0}  # bytes by tier
 Solved = tuple[PlanningProblem, Planned]  # a plan, and the problem that it solves
 
 
@@ -105,14 +106,15 @@ def way_to_go(tier: str, minimum: int) -> tuple[int, int]:
     return ("disk", "host", "device").index(tier), minimum
 
 
-def leaves_room(budgets: Budgets, schedule: Schedule, beside: int) -> bool:
-    """Tells whether the budgets hold a schedule, and what ``beside`` more forwards of it keep for their backward."""
-    return not shortages(budgets, schedule, beside)
+def leaves_room(budgets: Budgets, schedule: Schedule, beside: int, more: Mapping[str, int] = NOTHING) -> bool:
+    """Tells whether the budgets hold a schedule, and what ``beside`` more forwards of it keep for their backward. ``more``:
+    what else is there, by tier."""
+    return not shortages(budgets, schedule, beside, more)
 
 
-def shortages(budgets: Budgets, schedule: Schedule, beside: int) -> list[tuple[str, int]]:
+def shortages(budgets: Budgets, schedule: Schedule, beside: int, more: Mapping[str, int] = NOTHING) -> list[tuple[str, int]]:
     """Returns the tiers whose budget is too small for that, with the bytes that they would need."""
-    needed = {tier: schedule.peak_nbytes.get(tier, 0) for tier in budgets.nbytes}
+    needed = {tier: schedule.peak_nbytes.get(tier, 0) + more.get(tier, 0) for tier in budgets.nbytes}
     if beside:  # else spare the walk: each backward beside a waiting forward asks
         held = held_between_phases(schedule)
         needed = {tier: nbytes + beside * held[tier] for tier, nbytes in needed.items()}

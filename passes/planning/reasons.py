@@ -45,7 +45,7 @@ class Reasons:
 
     def __init__(self, problem: PlanningProblem, plan: Plan, step: fx.GraphModule, schedule: Schedule, trace: Trace) -> None:
         self.problem, self.plan, self.machine = problem, plan, problem.machine
-        self.held, self.trained = held_nbytes(problem.step, problem.budgets), trained_nbytes(problem.step)
+        self.held, self.trained = held_nbytes(problem.step, problem.budgets, "device"), trained_nbytes(problem.step)
         self.values = {v.name: v for region in regions(problem.step) for v in results(region)}
         forward = [region for region in regions(problem.step) if region.meta["phase"] == PHASES[0]]
         self.regions = {problem.step.meta["blocks"][region.meta["block"]]: region for region in forward}

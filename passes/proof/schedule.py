@@ -362,7 +362,7 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
     )
     estimated: dict[str, int] = {}  # trained weights by home block, whose state is rounded together where it is estimated
     by_home: dict[str, int] = {}
-    gradients: dict[str, int] = {}  # those that wait for an update after the step, each rank's own
+    gradients: dict[str, int] = {}  # that are held from step to step or made at home, each rank's own
     staged = [0]  # of each parameter on disk that is updated: with its state, what is in memory at a time
     for spec, node in inputs_of(step):
         if spec.role != "param" or spec.name not in homes:
@@ -381,7 +381,8 @@ def _resident(step: fx.GraphModule, given: Given) -> dict[str, int]:
         at_home = _of_largest_host(nbytes, node.meta["val"].numel(), budgets) if home in budgets.parts else nbytes
         by_home[home] = by_home.get(home, 0) + at_home + (0 if budgets.state is None else state)
         if spec.differentiable:
-            gradients[home] = gradients.get(home, 0) + nbytes * max(budgets.sums, 1 if budgets.updates is None else 0)
+            new = 1 if budgets.updates is None and given.plan.params(home) != "device" else 0  # there, values of the step
+            gradients[home] = gradients.get(home, 0) + nbytes * (budgets.sums + new)
             estimated[home] = estimated.get(home, 0) + state
     for home, nbytes in by_home.items():
         nbytes += int(estimated.get(home, 0) * budgets.state_copies) if budgets.state is None else 0

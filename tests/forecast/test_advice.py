@@ -174,7 +174,7 @@ def test_micro_batches_are_advised_only_where_they_can_be_put_together() -> None
     assert advised(together=True) and not advised(together=False)
 
 
-TIGHT = {"memory": 4_000_000, "host": 2_000_000}
+TIGHT = {"memory": 3_200_000, "host": 1_500_000}
 HELP = {
     *('update="backward"', 'optimizer="adafactor" with update="backward"', "lora=16", 'disk= with update="backward"'),
     *("host memory", "device memory"),

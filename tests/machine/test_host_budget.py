@@ -62,7 +62,7 @@ def train(room: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     torch.manual_seed(0)
     model = Layers()
     optimizer = torch.optim.AdamW(model.parameters())
-    compiled = mtcompile.compile(model, memory=280 * 1024, optimizer=optimizer, device="cpu", **options)
+    compiled = mtcompile.compile(model, memory=200 * 1024, optimizer=optimizer, device="cpu", **options)
     compiled(torch.randn(64, 64)).backward()
     return compiled
 

@@ -151,10 +151,10 @@ def test_parts_of_weights_are_whole_before_they_are_read(in_parts: Forecast, dam
 def test_hosts_have_parts_of_weights_where_they_have_no_room_for_all(in_parts: Forecast, room: int, parts: bool) -> None:
     assert in_parts.problem is not None
     step, budgets = in_parts.problem.step, replace(in_parts.problem.budgets, parts=frozenset())
-    whole = sum(held_nbytes(step, budgets).values()) + budgets.exchange
+    whole = sum(held_nbytes(step, budgets, "host").values()) + budgets.exchange
     limited = with_parts(step, replace(budgets, host=whole + room), None)
     assert bool(limited.parts) == parts
-    assert (sum(held_nbytes(step, limited).values()) + budgets.exchange < whole) == parts
+    assert (sum(held_nbytes(step, limited, "host").values()) + budgets.exchange < whole) == parts
 
 
 def test_the_next_version_of_a_gathered_parameter_is_proven(sharded: Forecast) -> None:

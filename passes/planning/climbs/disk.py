@@ -207,7 +207,7 @@ def disk_of(problem: PlanningProblem, blocks: Sequence[Block]) -> Disk | None:
         order,
         too_dear,
         sizes,
-        held_nbytes(step, budgets),
+        held_nbytes(step, budgets, "host"),
         {home: nbytes for home, nbytes in sizes.items() if home not in problem.fixed_homes},
         blocks,
         budgets.host_activations,

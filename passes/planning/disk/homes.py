@@ -33,7 +33,7 @@ def may_move(problem: PlanningProblem) -> tuple[list[str], list[str]]:
 def dear(problem: PlanningProblem) -> list[str]:
     """Returns the homes that train whose updates on disk go through more of the host than is freed: those of the largest
     parameters, as many as leave least on the host once all others are on disk."""
-    held, (_, trained) = held_nbytes(problem.step, problem.budgets), may_move(problem)
+    held, (_, trained) = held_nbytes(problem.step, problem.budgets, "host"), may_move(problem)
     through = {home: update_staging_nbytes(problem.step, _on_disk([home]), problem.budgets) for home in trained}
     order = sorted(trained, key=lambda home: -through[home])
     taken = [sum(held[home] for home in order[:count]) + through[home] for count, home in enumerate(order)]
@@ -58,7 +58,7 @@ def is_hopeless(problem: PlanningProblem) -> bool:
 def causes(problem: PlanningProblem, plan: Plan, error: DoesNotFit) -> tuple[tuple[str, int], ...]:
     """Returns the bytes that the host holds although everything that may go to disk is there, by what holds them. ``plan``:
     the one that was refused."""
-    held, trains = held_nbytes(problem.step, problem.budgets), trained_nbytes(problem.step)
+    held, trains = held_nbytes(problem.step, problem.budgets, "host"), trained_nbytes(problem.step)
     trained = sum(held[home] for home, tier in zip(held, plan.tiers(held), strict=True) if trains[home] and tier != "disk")
     slots = next((part for part in error.causes if "slots" in part[0]), ("placed slots", 0))
     updates = update_staging_nbytes(problem.step, plan, problem.budgets)

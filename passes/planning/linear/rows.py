@@ -168,7 +168,7 @@ def place_casts(problem: PlanningProblem, terms: Terms) -> None:
 
 def place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: Terms) -> None:
     """Adds what the share of each home that is on the host costs, and what it leaves free on the device."""
-    held = held_nbytes(problem.step, problem.budgets)
+    held = {tier: held_nbytes(problem.step, problem.budgets, tier) for tier in ("device", "host")}
     for home, tier in problem.fixed_homes.items():
         if home in terms.away:
             terms.program.equal.append(({terms.away[home]: 1.0}, 0.0 if tier == "device" else 1.0))
@@ -185,8 +185,8 @@ def place_homes(problem: PlanningProblem, costs: Mapping[str, HomeCost], terms: 
         terms.loads["host", "backward"].append(Load(low, high, {variable: cost.update_us}))
         # Updates on the device run beside a block's other work, held ones last of all: only all blocks together count them.
         terms.loads["compute", "backward"].append(Load(-1, high, {variable: -cost.device_update_us}, cost.device_update_us))
-        terms.held["device"][variable] -= held[home]
-        terms.held["host"][variable] += held[home]
+        terms.held["device"][variable] -= held["device"][home]
+        terms.held["host"][variable] += held["host"][home]
         if home in terms.streamed:
             _stream(problem, home, cost, terms)
         if home in terms.on_disk:
@@ -224,7 +224,7 @@ def _place_on_disk(problem: PlanningProblem, home: str, cost: HomeCost, terms: T
     more_us = max(0.0, cost.disk_update_us - cost.update_us)
     terms.loads["disk", "backward"].append(Load(low, high, {variable: more_us}))
     terms.loads["drive", "backward"].append(Load(low, high, {variable: cost.drive_us}))
-    terms.held["host"][variable] -= held_nbytes(step, budgets)[home]
+    terms.held["host"][variable] -= held_nbytes(step, budgets, "host")[home]
     terms.held["disk"][variable] += on_disk_nbytes(step, budgets)[home]
 
 
@@ -312,7 +312,7 @@ def hold_memory(
         needed[index] = added(*map(terms.by_share, (needs.read, needs.stored, *fewer)))
     insides: dict[tuple[str, tuple[int, ...]], int] = {}
     at_backward: dict[int, list[tuple[dict[int, float], float]]] = {}  # rows of each block's backward
-    always = problem.budgets.reserve + sum(held_nbytes(problem.step, problem.budgets).values())
+    always = problem.budgets.reserve + sum(held_nbytes(problem.step, problem.budgets, "device").values())
     for place, (block, live) in enumerate(zip(blocks, waits.live, strict=True)):
         index, back, backward = block.index, choices.back, terms.backwards.get(block.index, [])
         before, after = blocks[max(0, place - ahead) : place], blocks[place + 1 : place + 1 + ahead]

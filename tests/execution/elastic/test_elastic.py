@@ -103,7 +103,7 @@ def of_a_quarter(machine: Machine) -> Machine:
 
 
 def test_a_plan_follows_the_link_in_both_directions_and_changes_no_bits() -> None:
-    training = Training(throttle=FAST, layers=2, memory="6MiB")
+    training = Training(throttle=FAST, layers=2, memory="5MiB")
     session = training.model._mt_model.session
     elastic: Elastic = session.replanner
     session.listeners.remove(elastic)  # which is told of made-up times instead

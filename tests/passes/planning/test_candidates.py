@@ -182,7 +182,7 @@ def test_near_the_floor_the_bound_counts_copies_that_have_no_room(monkeypatch: p
 
 def test_gradients_of_homes_on_the_device_wait_there_for_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = PlanningProblem(crossing(), SLOW, Budgets())
-    held, gradients = held_nbytes(problem.step, problem.budgets), trained_nbytes(problem.step)
+    held, gradients = held_nbytes(problem.step, problem.budgets, "device"), trained_nbytes(problem.step)
     limits, resident = {"device": sum(held.values()) + sum(gradients.values()) - 1}, dict.fromkeys(held, True)
     with pytest.raises(Infeasible):
         Candidates(problem)._bounds.solve(limits, resident)

@@ -84,7 +84,7 @@ def test_what_is_at_home_costs_what_its_copies_take() -> None:
         if d.kind == "params" and d.choice == "host":
             brought = [i for i in schedule.instructions if i.work == "prefetch" and homes.get(i.reads[0]) == d.subject]
             assert us(d.reason) == pytest.approx(sum(i.time_us for i in brought), rel=0.06)
-            held = gib(held_nbytes(step, found.problem.budgets)[d.subject])
+            held = gib(held_nbytes(step, found.problem.budgets, "device")[d.subject])
             assert f"on the device it would take {held} (the device has" in d.reason
         if d.kind == "activation" and d.choice == "host" and "copying it there and back" in d.reason:
             copies = [i for i in schedule.instructions if i.op == "copy" and schedule.buffers[i.writes[0]].value == d.subject]

@@ -25,7 +25,7 @@ def test_seeds_are_near_their_limits_and_some_are_within(share: float) -> None:
     least = least_plan(candidates.base, candidates.blocks)
     limits = Limits(int(low + share * (resident.peak_bytes["device"] - low)))
     bounds = Bounds(problem, candidates.blocks)
-    rounding, held = Rounding(candidates.blocks, candidates.sizes), held_nbytes(problem.step, problem.budgets)
+    rounding, held = Rounding(candidates.blocks, candidates.sizes), held_nbytes(problem.step, problem.budgets, "host")
     seeds = Within(bounds.solve, least, rounding, held)
     plans = list(seeds.plans(limits._asdict(), lambda plan: candidates.evaluate(plan).plan))
     by_ahead = [list(alike) for _, alike in itertools.groupby(plans, lambda plan: plan.lookahead)]

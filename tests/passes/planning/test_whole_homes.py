@@ -126,7 +126,7 @@ def test_where_calls_make_values_again_no_plan_is_below_the_bound(gbps: float) -
 
 def test_climbs_fill_the_room_that_is_left_with_homes() -> None:
     candidates = Candidates(PlanningProblem(chain(12, 64, 8), _MACHINE, Budgets(updates=Updates(run_ahead=True))))
-    homes = candidates.open_params, held_nbytes(candidates.problem.step, candidates.problem.budgets)
+    homes = candidates.open_params, held_nbytes(candidates.problem.step, candidates.problem.budgets, "device")
     first = candidates.evaluate(least_plan(candidates.base, candidates.blocks)).plan
     room = 5 * max(homes[1].values()) + 1
     climb = Climb(
