@@ -10,10 +10,11 @@ and at its end. Then come ``--minutes`` of trainings with faults, as ``benchmark
 without.
 
 Exits with 1 if a bit differs, or if one of these has grown since: the process's memory by more than ``--slack`` MiB; what is in
-use of it, as the allocator tells, by more than a quarter of that; the number of descriptors or threads at all. Memory grows
+use of it, as the allocators tell, by more than a quarter of that; the number of descriptors or threads at all. Memory grows
 without a leak, and stops: between pieces that are in use lie pages that cannot go back to the system, in an arena for each
 thread; and what is kept of the newest fills up, such as the measures of Dynamo's last 64 captures (3 MB), our joint graphs
-(64 MiB at most, some 30 kB each) and measured kernels. What is in use shows a leak long before the memory does.
+(64 MiB at most, some 30 kB each) and measured kernels. What is in use shows a leak long before the memory does. The times of
+all captures, which Dynamo keeps for its reports and nothing bounds, are dropped before each look.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import gc
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 import threading
@@ -38,6 +40,7 @@ from typing import Any
 import psutil
 import torch
 from torch import nn
+from torch._dynamo import utils as dynamo_utils
 
 import mtcompile
 from benchmarks import faults
@@ -46,7 +49,6 @@ from benchmarks.run import about
 from mtcompile import checkpoint
 
 LENGTHS = range(3, 40)
-_BLOCK = 96  # bytes that a small object of Python's has on average, about: only their number can be asked for
 
 
 class _Mallinfo(ctypes.Structure):
@@ -76,9 +78,25 @@ class Held:
         return words + ([f"{self.threads - before.threads} threads"] if self.threads > before.threads else [])
 
 
+def _python_nbytes() -> int:
+    """Returns the bytes of Python's small objects that are in use, which CPython only prints."""
+    with tempfile.TemporaryFile("w+") as file:
+        errors = os.dup(2)
+        try:
+            os.dup2(file.fileno(), 2)
+            sys._debugmallocstats()
+        finally:
+            os.dup2(errors, 2)
+            os.close(errors)
+        file.seek(0)
+        (found,) = re.findall(r"^# bytes in allocated blocks +=\s+([\d,]+)", file.read(), re.MULTILINE)
+    return int(found.replace(",", ""))
+
+
 def held() -> Held:
+    dynamo_utils.compilation_time_metrics.clear()
     gc.collect()
-    in_use = sys.getallocatedblocks() * _BLOCK
+    in_use = _python_nbytes()
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         library.malloc_trim(0)  # what glibc keeps for later is nobody's

@@ -31,11 +31,10 @@ from mtcompile.checkpoint.encoding import decoded
 from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
 from mtcompile.checkpoint.generators import check_generator_states, set_generator_states
 from mtcompile.checkpoint.saving import wait_for_saving
-from mtcompile.checkpoint.shards import INDEX, check_names
+from mtcompile.checkpoint.shards import INDEX, mapped_tensors
 from mtcompile.errors import CheckpointError, StepError
 from mtcompile.optim.master_weights import MASTER, without_masters
 from mtcompile.optim.training_state import numbered
-from mtcompile.reading import interrupts_later, panics_as_errors
 from mtcompile.runtime.devices.arena import overlaps
 
 _PARTS = ("model", "optimizer", "generators", "others", "extra")
@@ -252,8 +251,6 @@ def _check_versions(modules: Any) -> None:
 
 def _tensors(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
     """Returns the tensors of a file, or of several with an index. They are read when they are used."""
-    from safetensors.torch import load_file
-
     names = [f"{stem}.safetensors"]
     if stem + INDEX in manifest.files:
         names = sorted(set(json.loads((folder / (stem + INDEX)).read_text(encoding="utf-8"))["weight_map"].values()))
@@ -261,9 +258,7 @@ def _tensors(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
     for name in names:
         if name not in manifest.files:
             raise ValueError(f"expected {name} in the manifest")
-        check_names(folder / name)
-        with panics_as_errors("a safetensors file"), interrupts_later():  # it only maps the file
-            tensors |= load_file(folder / name)
+        tensors |= mapped_tensors(folder / name)
     return tensors
 
 
