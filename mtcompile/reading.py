@@ -207,6 +207,10 @@ class HeldInterrupts:
         self._before: Any = None  # the handler while Ctrl-C is held back
         self._noted: tuple[int, FrameType | None] | None = None
 
+    @property
+    def holds(self) -> bool:
+        return self._before is not None
+
     def hold(self) -> None:
         """Holds Ctrl-C back from now on. Does nothing in other threads than the main one, which gets it."""
         before = signal.getsignal(signal.SIGINT)

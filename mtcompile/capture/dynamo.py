@@ -88,7 +88,8 @@ def front_end(
         state.traced |= torch_private.traced_code()
         expecting, seeing = torch_private.expecting_values(graph), torch_private.seeing_hooks(graph)
         graph.meta["told"] = state.answers.told()
-        program = expecting(seeing(backend(graph, inputs)))
+        with torch_private.interrupts_at_once():
+            program = expecting(seeing(backend(graph, inputs)))
         progress.tell("")  # from here on the program runs
         return program
 
@@ -108,6 +109,7 @@ def front_end(
     torch_private.dropping_guards()
     torch_private.dropping_sources()
     torch_private.without_reports_of_failures()
+    torch_private.holding_interrupts()
     methods = TracedMethods()
     made = weakref.WeakSet[Any]()
 

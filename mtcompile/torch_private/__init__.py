@@ -83,6 +83,7 @@ from mtcompile.torch_private.dynamo import (
 )
 from mtcompile.torch_private.equal_modules import Copies, copying_equal_modules
 from mtcompile.torch_private.forward.side_actions import differentiates, seeing_hooks, tracing_side_actions
+from mtcompile.torch_private.interrupts import holding_interrupts, interrupts_at_once
 from mtcompile.torch_private.kernels import (
     AllocatorPeak,
     attention_backend,
@@ -188,6 +189,7 @@ __all__ = [
     "goes_on_below",
     "gradient_norm",
     "has_tangent",
+    "holding_interrupts",
     "hook_first",
     "in_capture",
     "in_foreign_capture",
@@ -197,6 +199,7 @@ __all__ = [
     "initialize_root",
     "initializing",
     "inside_ddp",
+    "interrupts_at_once",
     "is_among",
     "is_batched",
     "is_compiled",

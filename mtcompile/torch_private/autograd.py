@@ -219,6 +219,11 @@ def own_capture() -> Iterator[None]:
         _OwnCaptures.running -= 1
 
 
+def in_own_capture() -> bool:
+    """Tells whether what Dynamo captures now is for a plan."""
+    return _OwnCaptures.running > 0
+
+
 def in_foreign_capture() -> bool:
     """Tells whether Dynamo captures this call for ``torch.compile`` of the user's or a library's."""
     return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting() and not _OwnCaptures.running

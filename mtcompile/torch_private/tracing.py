@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtcompile.torch_private.autograd import storage_id
+from mtcompile.torch_private.interrupts import interrupts_after_tracing
 from mtcompile.torch_private.patched import patched
 from mtcompile.torch_private.thread_setting import ThreadSetting
 
@@ -110,7 +111,7 @@ def export_joint(
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     _replace_tangents()
-    with _tangent_strides.during(strides):
+    with _tangent_strides.during(strides), interrupts_after_tracing():
         return aot_export_joint_with_descriptors(stack, graph, fakes, ignore_shape_env=True).graph_module
 
 
