@@ -131,8 +131,8 @@ class RecipeOptions(TrainingOptions):
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="a file or a folder; may be repeated. For a folder of weights: .jsonl, .json or .parquet records, or text. "
-            "For random weights: text, or .bin/.npy tokens (default: Python's own sources)"
+            help="a file or a folder; may be repeated. For a folder of weights: records (.jsonl, .json, .csv, .parquet) or "
+            "text. For random weights: text, or .bin/.npy tokens (default: Python's own sources)"
         ),
     ] = None
     vocab: Annotated[int | None, typer.Option(min=1, help="size of the vocabulary of .bin and .npy files")] = None
@@ -180,6 +180,10 @@ class RecipeOptions(TrainingOptions):
     save_every: Annotated[int, typer.Option(min=0, help="steps between checkpoints; 0: only at the end")] = 0
     save_minutes: Annotated[float, typer.Option(min=0, help="minutes between checkpoints; 0: only at the end")] = 0.0
     resume: Annotated[Path | None, typer.Option(help="a folder that --save wrote, to continue from")] = None
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(help="an option, such as lr, that may differ from the training that --resume continues; may be repeated"),
+    ] = None
     signing_key: Annotated[
         Path | None, typer.Option(help="a file with a private Ed25519 key (PEM or OpenSSH), which signs the checkpoints")
     ] = None

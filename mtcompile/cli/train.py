@@ -65,9 +65,8 @@ def train(
     from mtcompile.trainer.recipe import Recipe
     from mtcompile.trainer.trainer import run
 
-    recipe = Recipe(
-        model, **{**values(options), "data": tuple(options.data or ()), "allow_new": tuple(options.allow_new or ())}
-    )
+    repeated = {name: tuple(getattr(options, name) or ()) for name in ("data", "allow_new", "allow_change")}
+    recipe = Recipe(model, **{**values(options), **repeated})
     job = prepared(recipe)  # before the first step there is nothing to save: Ctrl-C ends it at once
     with _stopping() as stop, _reporting(job, as_json) as report:
         summary = run(job, report, stop)

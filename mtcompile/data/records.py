@@ -1,4 +1,4 @@
-"""Records of JSON lines, JSON lists, Parquet and text files: plain text, or a conversation in one of the forms of the field.
+"""Records of JSON lines, JSON lists, CSV, Parquet and text files: plain text, or a conversation in a form of the field.
 
 {"text": "..."}
 {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
 import itertools
 import json
@@ -20,7 +21,7 @@ from mtcompile.capture.refusals import first_line
 from mtcompile.data.files import files_of, is_text, text_of
 from mtcompile.reading import printable, read_bytes, regular_nbytes
 
-_MOST_LINE_NBYTES = 1 << 26
+_MOST_LINE_NBYTES = 1 << 26  # of a record
 _LONG_NBYTES = 1 << 23  # of a text that is read piece by piece
 _MOST_LIST_NBYTES = 1 << 30  # Python's objects take several times as much
 _PARQUET_ROWS = 256  # that are in memory at a time
@@ -47,15 +48,16 @@ class Record:
 
 
 def read_records(paths: Sequence[Path]) -> Iterator[Record]:
-    """Reads .jsonl, .json and .parquet files of records, and other files as one text each. In folders, files that are not text
-    are left out. Raises ValueError with the file, the line and the field, and OSError."""
+    """Reads .jsonl, .ndjson, .json, .csv, .tsv and .parquet files of records, in any case of letters and also with .txt behind,
+    and other files as one text each. In folders, files that are not text are left out. Raises ValueError with the file, the
+    line and the field, and OSError."""
     for file in files_of(paths):
         if file.suffix in (".bin", ".npy"):
             raise ValueError(
-                f"{file}: expected text or records (.jsonl, .json, .parquet), found a file of tokens: "
+                f"{file}: expected text or records (.jsonl, .json, .csv, .parquet), found a file of tokens: "
                 "only random weights are trained on tokens"
             )
-        if read := _READERS.get(file.suffix):
+        if read := _READERS.get(_suffix(file)):
             if not regular_nbytes(file):
                 raise ValueError(f"{file}: expected records, found an empty file")
             empty = True
@@ -71,6 +73,10 @@ def read_records(paths: Sequence[Path]) -> Iterator[Record]:
             yield Record(printable(file), text)
         elif file in paths:
             raise ValueError(f"{file}: expected text, found an empty file")
+
+
+def _suffix(file: Path) -> str:
+    return Path(file.name.lower().removesuffix(".txt")).suffix
 
 
 def _lines(file: Path) -> Iterator[tuple[str, Any]]:
@@ -91,6 +97,26 @@ def _list(file: Path) -> Iterator[tuple[str, Any]]:
     if not isinstance(values, list):
         raise ValueError(f"{file}: expected a list of records, found {_kind(values)}")
     yield from ((f"{printable(file)}, record {number}", value) for number, value in enumerate(values, 1))
+
+
+def _table(file: Path) -> Iterator[tuple[str, Any]]:
+    delimiter, before = "\t" if _suffix(file) == ".tsv" else ",", csv.field_size_limit(_MOST_LINE_NBYTES)
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as opened:
+            rows = csv.DictReader(opened, delimiter=delimiter, strict=True)
+            for row in rows:
+                place = f"{printable(file)}, line {rows.line_num}"
+                if None in row or None in row.values():
+                    raise ValueError(
+                        f"{place}: expected {len(rows.fieldnames or ())} fields, as in the first line, found more or fewer"
+                    )
+                yield place, dict(row)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: expected UTF-8 text, found something else near byte {error.start}") from None
+    except csv.Error as error:
+        raise ValueError(f"{file}: expected a table with a line of names, found: {error}") from None
+    finally:
+        csv.field_size_limit(before)
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
@@ -120,7 +146,10 @@ def _parsed(data: bytes, place: str, step: str) -> Any:
         raise ValueError(f"{place}: expected JSON, found something else ({where}): {step}") from None
 
 
-_READERS: Mapping[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {".jsonl": _lines, ".json": _list, ".parquet": _parquet}
+_READERS: Mapping[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+    **{".jsonl": _lines, ".ndjson": _lines, ".json": _list},
+    **{".csv": _table, ".tsv": _table, ".parquet": _parquet},
+}
 
 
 def record_of(value: Any, place: str) -> Record:

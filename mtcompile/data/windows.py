@@ -16,6 +16,7 @@ from mtcompile.data.files import files_of, standard_library, text_of
 from mtcompile.reading import regular_nbytes
 
 BYTES = 256  # the vocabulary of text
+_PIECE = 1 << 22  # tokens that are in memory at a time
 
 
 def read_tokens(paths: Sequence[Path], vocabulary: int | None) -> tuple[Any, int]:
@@ -81,6 +82,15 @@ class Windows:
                 f"found {len(stream)}: give more --data, or a smaller --batch or --seq"
             )
         return Windows(stream, seq, Order(count - held_out), held_out)
+
+    def digest(self) -> str:
+        """Returns a checksum of the windows: it tells whether a training goes on with the same data."""
+        import xxhash
+
+        whole = xxhash.xxh3_128(f"{self.seq} {self.trained.count} {self.stream.dtype}".encode())
+        for start in range(0, len(self.stream), _PIECE):
+            whole.update(np.ascontiguousarray(self.stream[start : start + _PIECE]).data)
+        return str(whole.hexdigest())
 
     def batch(self, step: int, batch: int, seed: int) -> Batch:
         """Returns tokens and the tokens that follow, as ``Source`` says."""

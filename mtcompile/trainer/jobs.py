@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -53,6 +54,9 @@ def prepared(recipe: Recipe) -> Job:
     check(recipe)
     together = join()
     job = _fine_tuning(recipe) if recipe.pretrained else _from_scratch(recipe)
+    if recipe.warmup > job.steps and not together.rank:
+        rises = f"the rate rises for --warmup {recipe.warmup} steps, and the run has {job.steps}"
+        warnings.warn(f"{rises}: it never reaches --lr {recipe.rate:g}", stacklevel=2)
     if recipe.save is not None and not together.rank:
         options = {name: value for name, value in asdict(recipe).items() if value not in (None, ())}
         with progress.doing("hashing the weights and the data"):
@@ -66,7 +70,8 @@ def _from_scratch(recipe: Recipe) -> Job:
     stream, vocabulary = read_tokens(recipe.data, recipe.vocab)
     windows = Windows.cut(stream, recipe.length, recipe.batch)
     steps = recipe.steps_of(windows.trained.count)
-    check_resumed(recipe, steps)
+    digest = windows.digest() if recipe.save or recipe.resume else ""
+    check_resumed(recipe, steps, digest)
     torch.manual_seed(recipe.seed)
     masters = precision_named(recipe.precision).split
     module, model_vocabulary = language_model(recipe.model, Room.of(recipe.host, recipe.disk), masters)
@@ -74,7 +79,7 @@ def _from_scratch(recipe: Recipe) -> Job:
         raise ValueError(f"expected a model with a vocabulary of {vocabulary} or more for this data, found {model_vocabulary}")
     optimizer = _optimizer(recipe, module)
     model: Any = compile(module.train(), optimizer=optimizer, **_options(recipe))
-    return Job(recipe, steps, model, optimizer, windows, {"seed": recipe.seed})
+    return Job(recipe, steps, model, optimizer, windows, _extra(recipe, steps, digest))
 
 
 def _fine_tuning(recipe: Recipe) -> Job:
@@ -101,7 +106,12 @@ def _fine_tuning(recipe: Recipe) -> Job:
     files = {name: read_bytes(folder / name) for name in TOKENIZER_FILES if (folder / name).exists()}
     if recipe.chat_template is not None:
         files["chat_template.jinja"] = read_bytes(recipe.chat_template)
-    return Job(recipe, steps, model, optimizer, rows, {"seed": recipe.seed, "data": digest}, files, str(rows))
+    return Job(recipe, steps, model, optimizer, rows, _extra(recipe, steps, digest), files, str(rows))
+
+
+def _extra(recipe: Recipe, steps: int, digest: str) -> dict[str, Any]:
+    """Returns what checkpoints say of the training, which ``check_resumed`` compares."""
+    return {"seed": recipe.seed, "data": digest, "settings": recipe.settings(steps)}
 
 
 def _rows(recipe: Recipe, folder: Path) -> Rows:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mtcompile import checkpoint, knobs
 from mtcompile.checkpoint.files import try_folder
@@ -24,9 +27,10 @@ class Recipe:
     """The settings of a training. ``model``: a built-in shape, a Hugging Face config.json, or a folder of pretrained weights;
     ``data``: files and folders (none: the standard library's sources); ``memory``, ``host``, ``disk``: bytes as text; ``clip``:
     0 for no clipping; ``evaluate_every`` and ``save_every``: in steps, ``save_minutes``: in minutes, 0 for never; ``resume``,
-    ``save``: folders; ``signing_key``: a file; ``metrics``: a file of JSON lines; ``packing``, ``too_long``,
-    ``chat_template``, ``allow_new``: for a folder. The others are ``compile``'s and AdamW's. If ``seq``, ``steps`` or ``lr``
-    is None, ``length``, ``steps_of`` and ``rate`` say what is taken."""
+    ``save``: folders; ``allow_change``: options that may differ from those before ``resume``; ``signing_key``: a file;
+    ``metrics``: a file of JSON lines; ``packing``, ``too_long``, ``chat_template``, ``allow_new``: for a folder. The others are
+    ``compile``'s and AdamW's. If ``seq``, ``steps`` or ``lr`` is None, ``length``, ``steps_of`` and ``rate`` say what is
+    taken."""
 
     model: str
     data: tuple[Path, ...] = ()
@@ -59,6 +63,7 @@ class Recipe:
     save_every: int = 0
     save_minutes: float = 0.0
     resume: Path | None = None
+    allow_change: tuple[str, ...] = ()
     signing_key: Path | None = None
 
     @property
@@ -79,6 +84,12 @@ class Recipe:
     def steps_of(self, rows: int) -> int:
         """Returns the steps in all: ``steps``, else ``epochs`` over that many rows, else 100."""
         return self.steps or (100 if self.epochs is None else math.ceil(self.epochs * rows / self.batch))
+
+    def settings(self, steps: int) -> dict[str, Any]:
+        """Returns option -> value of what decides the bits of a training of so many steps, beside the model, data and seed."""
+        names = ("batch", "warmup", "weight_decay", "clip", "accumulate", "precision", "kernels")
+        values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+        return {"--seq": self.length, "--steps": steps, "--lr": self.rate, **values}
 
 
 def check(recipe: Recipe) -> None:
@@ -115,6 +126,12 @@ def check(recipe: Recipe) -> None:
     _check_kind(recipe)
     if recipe.resume is not None:
         checkpoint.inspect(recipe.resume)
+    elif recipe.allow_change:
+        raise ValueError(f"expected --allow-change {recipe.allow_change[0]} with --resume, found no --resume")
+    if unknown := sorted({_option(name) for name in recipe.allow_change} - recipe.settings(0).keys()):
+        raise ValueError(f"expected --allow-change to name one of {', '.join(recipe.settings(0))}, found {unknown[0]}")
+    if recipe.metrics is not None:
+        recipe.metrics.parent.mkdir(parents=True, exist_ok=True)
     if recipe.save is not None:
         recipe.save.mkdir(parents=True, exist_ok=True)
         if not knobs.process_here():  # the other ranks of a machine would wait for its lock
@@ -157,7 +174,7 @@ def check_resumed(recipe: Recipe, steps: int, digest: str | None = None) -> None
     before = checkpoint.inspect(recipe.resume)
     if (seed := before.extra.get("seed")) != recipe.seed:
         raise ValueError(f"expected seed {seed}, as {before.path} was trained with, found {recipe.seed}")
-    if digest is not None and before.extra.get("data") != digest:
+    if digest is not None and before.extra.get("data", digest) != digest:
         raise ValueError(
             f"expected the data that {before.path} was trained on, cut into the same rows, found other rows: give the same "
             "--data, --seq, --packing and --too-long; or leave --resume out and take that folder as the model, for a new run"
@@ -167,6 +184,26 @@ def check_resumed(recipe: Recipe, steps: int, digest: str | None = None) -> None
             f"expected more steps than the {before.step} that {before.path} has been trained for, found {steps}: "
             "raise --steps or --epochs"
         )
+    _compare(recipe, recipe.settings(steps), before.extra.get("settings"), before.path)
+
+
+def _compare(recipe: Recipe, now: Mapping[str, Any], then: Any, path: Path) -> None:
+    """Raises ValueError for settings that differ from those before and may not. Warns if those are not known."""
+    if not isinstance(then, dict):
+        warnings.warn(f"{path} does not say with which options it was trained: give the same ones", stacklevel=2)
+        return
+    allowed = {_option(name) for name in recipe.allow_change}
+    differ = {name: then[name] for name in now if name not in allowed and name in then and then[name] != now[name]}
+    if differ:
+        found = ", ".join(f"{name} {now[name]} ({value} there)" for name, value in differ.items())
+        raise ValueError(
+            f"expected the options that {path} was trained with, found {found}: give the same, for the bits of a run that was "
+            f"not interrupted, or let them differ: {' '.join(f'--allow-change {name[2:]}' for name in differ)}"
+        )
+
+
+def _option(name: str) -> str:
+    return "--" + name.removeprefix("--").replace("_", "-")
 
 
 def learning_rate(recipe: Recipe, steps: int, step: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,44 @@ def test_files_of_all_kinds_are_read_in_order(tmp_path: Path) -> None:
     assert [record.place for record in records] == [
         f"{tmp_path}/a.jsonl, line 1", f"{tmp_path}/a.jsonl, line 3", f"{tmp_path}/b.json, record 1", f"{tmp_path}/c.md",
     ]  # fmt: skip
+
+
+def test_records_are_known_by_any_case_of_suffix(tmp_path: Path) -> None:
+    line = json.dumps({"messages": SAID}) + "\n"
+    for name in ("a.ndjson", "b.JSONL", "c.jsonl.txt"):
+        (tmp_path / name).write_text(line * 2)
+    (tmp_path / "d.csv").write_text('instruction,input,output\n"a, ""quoted""\nline",,"""b"""\n\nc,d,e\n')
+    (tmp_path / "e.TSV").write_text("\ufeffinstruction\toutput\na,b\tc\n")
+    records = list(read_records([tmp_path]))
+    assert [record.messages for record in records[:6]] == [tuple(SAID)] * 6
+    said = [tuple(message["content"] for message in record.messages) for record in records[6:]]
+    assert said == [('a, "quoted"\nline', '"b"'), ("c\n\nd", "e"), ("a,b", "c")]
+    assert [record.place.removeprefix(f"{tmp_path}/") for record in records[6:]] == [
+        "d.csv, line 3",
+        "d.csv, line 5",
+        "e.TSV, line 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("instruction,output\na,b\nc\n", "line 3: expected 2 fields, as in the first line, found more or fewer"),
+        ("instruction,output\na,b,c\n", "line 2: expected 2 fields, as in the first line, found more or fewer"),
+        ("instruction;output\na;b\n", "line 2: expected the fields of one form .*found instruction;output"),
+    ],
+)
+def test_a_table_that_is_none_is_refused(tmp_path: Path, rows: str, said: str) -> None:
+    (tmp_path / "a.csv").write_text(rows)
+    with pytest.raises(ValueError, match=f"a.csv, {said}"):
+        list(read_records([tmp_path / "a.csv"]))
+
+
+def test_a_long_cell_of_a_table_is_read_whole(tmp_path: Path) -> None:
+    limit = csv.field_size_limit()
+    (tmp_path / "a.csv").write_text(f"text\n{'x' * (limit + 1)}\n")
+    (record,) = read_records([tmp_path / "a.csv"])
+    assert len(record.text) == limit + 1 and csv.field_size_limit() == limit
 
 
 def test_parquet_is_read_by_rows(tmp_path: Path) -> None:
@@ -112,6 +151,8 @@ def test_files_without_records_are_refused(tmp_path: Path) -> None:
         ("a.jsonl", "", "expected records, found an empty file"),
         ("b.jsonl", "\n \n", "expected records, found none"),
         ("c.json", "[]", "expected records, found none"),
+        ("c.csv", "instruction,output\n", "expected records, found none"),
+        ("f.csv", 'instruction,output\n"a,b\n', "expected a table with a line of names, found: unexpected end of data"),
         ("d.json", '{"text": "a"}', "expected a list of records, found an object"),
         ("e.json", '{"text": "a"}\n{"text": "b"}\n', "one object per line belongs into a .jsonl file"),
         ("f.txt", "", "expected text, found an empty file"),

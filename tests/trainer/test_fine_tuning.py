@@ -96,7 +96,7 @@ def test_losses_weights_and_the_saved_folder_are_those_of_plain_transformers(tmp
     assert json.loads((saved / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     own, first = (transformers.AutoTokenizer.from_pretrained(each) for each in (saved, recipe.model))
     assert own("import os")["input_ids"] == first("import os")["input_ids"] and own.chat_template == first.chat_template == CHAT
-    assert checkpoint.inspect(saved).extra.keys() == {"seed", "data"}
+    assert checkpoint.inspect(saved).extra.keys() == {"seed", "data", "settings"}
     with pytest.raises(ValueError, match=r"expected the data that .*step-00000002 was trained on"):
         train(replace(recipe, resume=tmp_path / "run" / "step-00000002", seq=100))
 

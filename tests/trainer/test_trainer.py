@@ -136,6 +136,18 @@ def test_a_resumed_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     for change, said in (({"seed": 1}, "expected seed 0"), ({"steps": 4}, "expected more steps than the 4")):
         with pytest.raises(ValueError, match=said):
             train(replace(wanted, resume=tmp_path / "run", **change))  # type: ignore[arg-type]
+    for options, said in (
+        ({"batch": 2}, r"found --batch 2 \(4 there\)"),
+        ({"lr": 0.5, "weight_decay": 0.0}, r"--allow-change lr --allow-change weight-decay"),
+        ({"steps": 6, "allow_change": ("lr",)}, r"found --steps 6 \(4 there\)"),
+        ({"allow_change": ("bach",)}, "expected --allow-change to name one of .*found --bach"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train(replace(wanted, resume=tmp_path / "run" / "step-00000002", **options))  # type: ignore[arg-type]
+    longer = replace(wanted, steps=5, allow_change=("steps",), save=None)
+    assert train(replace(longer, resume=tmp_path / "run" / "step-00000002")).steps == 5
+    with pytest.raises(ValueError, match="with --resume, found no --resume"):
+        train(longer)
     with pytest.raises(ValueError, match="expected --save with --save-every 2"):
         train(replace(wanted, save=None, save_every=2))
     often = replace(wanted, save=tmp_path / "often", save_every=1)
