@@ -204,11 +204,14 @@ class Candidates:
             return None
         return self._bounds.certificate({"device": device, "host": host, "disk": self.problem.budgets.disk})
 
-    def bound_us(self, device: int | None, host: int | None, inside: bool = True, at_home: bool = False) -> float:
-        """The µs of the fastest plan that could be within these bytes; infinite if there can be none.
-        ``inside``: False for any form of the step (see ``Relaxation``); ``at_home``: of plans with nothing on disk."""
+    def bound_us(
+        self, device: int | None, host: int | None, inside: bool = True, at_home: bool = False, all_plans: bool = False
+    ) -> float:
+        """The µs of the fastest plan that could be within these bytes; infinite if there can be none. ``inside``: False for any
+        form of the step (see ``Relaxation``); ``at_home``: of plans with nothing on disk; ``all_plans``: see ``Bounds``."""
         disk = self.problem.budgets.disk
-        return self._bounds.us({"device": device, "host": host, "disk": disk and (0 if at_home else disk)}, inside)
+        limits = {"device": device, "host": host, "disk": disk and (0 if at_home else disk)}
+        return self._bounds.us(limits, inside, all_plans)
 
     @cached_property
     def least_nbytes(self) -> int:
