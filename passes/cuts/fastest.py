@@ -99,7 +99,8 @@ class Comparison(Generic[S]):
         """Returns ``best``, whose certificate tells of the other forms that were made, too, as far as plans of them may fit."""
         if (best := self.best) is None or (certificate := best[1].plan.certificate) is None:
             return best
-        bounds = [us for form in self.made if form is not best[0] and (us := self.bound_us(form)) < inf]
+        limits, others = (self.limits.device, self.limits.host), [form for form in self.made if form is not best[0]]
+        bounds = [us for form in others if (us := form.candidates.bound_us(*limits, all_plans=True)) < inf]
         certificate = replace(certificate, other_cuts=len(bounds), other_bound_us=min(bounds, default=0.0))
         return best[0], replace(best[1], plan=replace(best[1].plan, certificate=certificate))
 

@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # typing's from Python 3.11 on
 
 _LEANEST = 0.25  # of the plans that a search evaluates: those evaluated to find the leanest
-_GROWN = 4  # times that device memory grows by a tenth, for the linear program to give plans
 _TOLD_EACH = 16  # evaluations between two reports of progress
-_CASTING = 12  # plans evaluated with casts on the host
+_GROWN = 4  # times that device memory grows by a tenth, for the linear program to give plans
 
 
 class Candidates:
@@ -204,11 +203,14 @@ class Candidates:
             return None
         return self._bounds.certificate({"device": device, "host": host, "disk": self.problem.budgets.disk})
 
-    def bound_us(self, device: int | None, host: int | None, inside: bool = True, at_home: bool = False) -> float:
-        """The µs of the fastest plan that could be within these bytes; infinite if there can be none.
-        ``inside``: False for any form of the step (see ``Relaxation``); ``at_home``: of plans with nothing on disk."""
+    def bound_us(
+        self, device: int | None, host: int | None, inside: bool = True, at_home: bool = False, all_plans: bool = False
+    ) -> float:
+        """The µs of the fastest plan that could be within these bytes; infinite if there can be none. ``inside``: False for any
+        form of the step (see ``Relaxation``); ``at_home``: of plans with nothing on disk; ``all_plans``: see ``Bounds``."""
         disk = self.problem.budgets.disk
-        return self._bounds.us({"device": device, "host": host, "disk": disk and (0 if at_home else disk)}, inside)
+        limits = {"device": device, "host": host, "disk": disk and (0 if at_home else disk)}
+        return self._bounds.us(limits, inside, all_plans)
 
     @cached_property
     def least_nbytes(self) -> int:
@@ -255,6 +257,11 @@ class Candidates:
             return self._search_among(limits, self._ways, self._starts_within(limits))
         return self._search_with_disk(self._disk, limits)
 
+    def may_gain(self, us: float, expected_us: float) -> bool:
+        """Tells whether a search is worth what it costs if its plan may take ``expected_us`` in place of ``us``."""
+        cost_us = cost_of(most_evaluations(self.effort, self._regions), self._regions)
+        return is_worth(self.effort, cost_us, us, us - expected_us)
+
     def _tell(self) -> None:
         """Tells how many plans the search has evaluated, of about how many at most."""
         most = round(most_evaluations(self.effort, self._regions))
@@ -266,9 +273,7 @@ class Candidates:
         at_home, without = limits._replace(disk=0), list[Plan]()
         if "disk" not in self.problem.fixed_homes.values() and self._bound_us(at_home) < inf:
             without = self._search_among(at_home, self._ways, self._starts_within(at_home))
-            gain_us = without[0].total_us - self._bound_us(limits)
-            cost_us = cost_of(most_evaluations(self.effort, self._regions), self._regions)
-            if not limits.missing(without[0]) and not is_worth(self.effort, cost_us, without[0].total_us, gain_us):
+            if not limits.missing(without[0]) and not self.may_gain(without[0].total_us, self._bound_us(limits)):
                 return without
         elif self._bound_us(limits) == inf:  # nothing fits
             return [self._least_within(limits)]
@@ -355,7 +360,7 @@ class Candidates:
     def _with_casts(self, plan: Plan, limits: Limits) -> Plan:
         """Returns the plan, or one with casts on the host if that is better within the limits."""
         climb = Climb(limits, Ways([casts(self._casting)]), lambda plan, us=inf: self._paced(plan).plan, plan)
-        climb.go_on(_CASTING)
+        climb.go_on(inf)
         return climb.best
 
     def leanest(self, tier: Tier = "device", within: Limits = NO_LIMITS) -> Plan:

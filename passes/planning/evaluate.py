@@ -23,8 +23,7 @@ from mtcompile.runtime.schedule import Queue, Schedule, gib
 from mtcompile.runtime.sim import simulate
 from mtcompile.runtime.trace import Trace, busy_us, exposed_us, time_of
 
-_FAR = 0.1  # above its bound: then a plan says what it waits for, as far as that takes so much of its step:
-_TOLD = 0.01
+_FAR = 0.1  # above its bound: then a plan says what it waits for
 _WAITS: Mapping[Queue, str] = {"h2d": "copies to it", "d2h": "copies from it", "disk_read": "reads from disk"}
 
 
@@ -90,9 +89,8 @@ def _far_from_bound(plan: Plan, trace: Trace) -> Iterator[str]:
     """Says why a plan is far above its bound, by what the device waits for in it. ``trace``: of its schedule."""
     if plan.certificate is not None and (gap := plan.certificate.gap(plan.total_us)) > _FAR:
         waits = {words: exposed_us(trace, queue) for queue, words in _WAITS.items()} | {"updates": plan.update_us}
-        least_us = _TOLD * plan.total_us
-        longest = sorted(((us, words) for words, us in waits.items() if us > least_us), reverse=True)
-        told = ", ".join(f"{time_of(us)} for {words}" for us, words in longest) or "hardly ever"
+        longest = sorted(((us, words) for words, us in waits.items() if round(us)), reverse=True)
+        told = ", ".join(f"{time_of(us)} for {words}" for us, words in longest) or "for nothing"
         least = f"{gib(plan.minimum_device_bytes)} is the least device memory that works"
         why = "the bound lets all work overlap, and counts memory only where it must be in use"
         yield f"the step is {gap:.0%} above its bound: {why}; in this plan the device waits {told}; {least}"

@@ -24,7 +24,6 @@ from mtcompile.passes.planning.own_passes import plan_by_schedules
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.planning.variants import Variant
 
-_FARTHER = 1.05  # from its bound than the plan at other sizes is from its own: then a search is worth its time
 _OF_HOMES = ("params", "fetch", "return", "gradients")  # kinds of decisions whose subject is a home
 
 
@@ -64,7 +63,8 @@ def plan_like(problem: PlanningProblem, similar: Plan) -> Planned | None:
     certificate = candidates.certificate(limits.device, limits.host)
     if not fits(candidate.plan, limits) or certificate is None or similar.certificate is None:
         return None
-    if 1 + certificate.gap(candidate.plan.total_us) > _FARTHER * (1 + similar.certificate.gap(similar.total_us)):
+    expected_us = certificate.bound_us * (1 + similar.certificate.gap(similar.total_us))
+    if candidates.may_gain(candidate.plan.total_us, expected_us):
         return None
     return completed(problem, candidate, min(candidates.floor, candidate.plan.peak_bytes["device"]), certificate)
 

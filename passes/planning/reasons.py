@@ -28,8 +28,6 @@ from mtcompile.passes.step_graph import calls, inputs_of, kernel_of, regions, re
 from mtcompile.runtime.schedule import PHASES, Phase, Queue, Schedule, Tier, gib
 from mtcompile.runtime.trace import Trace, takes_time
 
-_AS_LONG = 1e-3  # µs: times that differ by less are equal
-
 
 def with_reasons(problem: PlanningProblem, plan: Plan, step: fx.GraphModule, schedule: Schedule, trace: Trace) -> Plan:
     """Returns the plan with the reason of each decision, and with names for the values that these are about. ``step``: as the
@@ -227,7 +225,7 @@ class Reasons:
         return sum(self.copies[name, queue, phase] for queue in queues for phase in PHASES)
 
     def _hidden(self, name: str) -> str:
-        return "" if self.waits[name] > _AS_LONG else " (hidden)"
+        return "" if round(self.waits[name]) else " (hidden)"
 
     def _short(self, tier: Tier, nbytes: int) -> str:
         """Says that a tier has no room for so many bytes more, if that is so."""

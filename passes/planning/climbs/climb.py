@@ -13,10 +13,6 @@ from mtcompile.passes.planning.climbs.move import FIRST, LAST, TURNS, Move, Move
 from mtcompile.passes.planning.climbs.room import Fill, Room
 from mtcompile.passes.planning.limits import Limits, order
 
-_HARMS = 1.0005  # times the best plan: moves that make it slower are put off; in 260 tries, one such move helped later
-
-_TIGHT = 3  # plans that are still above the limits once room was made for them, for which room is made again
-
 
 class Evaluate(Protocol):
     """Gives a plan its figures. Those of a plan that cannot be faster than ``us`` may be of a worse order of its updates."""
@@ -78,7 +74,7 @@ class Climb:
                     for room in self.ways.rooms.get(tier, ()):
                         if self.limits.missing(self.best) and (less := room(plan, plan, nbytes)) is not None:
                             made.append(self._evaluated(less))
-            tight = sorted(made, key=lambda plan: order(plan, self.limits))[:_TIGHT]
+            tight = sorted(made, key=lambda plan: order(plan, self.limits))[:1]
 
     def _fill(self) -> None:
         """Moves as many homes to the device at once as it has room for: where steps wait for many, one alone gains nothing."""
@@ -135,7 +131,7 @@ class Climb:
         return self.best is not before
 
     def _note(self, move: Hashable, evaluated: Plan, before: Plan, partly: bool = False) -> None:
-        self.failed[move] = Failed(before, evaluated.total_us > _HARMS * before.total_us, partly)
+        self.failed[move] = Failed(before, evaluated.total_us > before.total_us, partly)
 
     def _evaluated(self, plan: Plan) -> Plan:
         """Returns the plan with its figures; it is the best from now on if it is within the limits and faster, or above them

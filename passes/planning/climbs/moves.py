@@ -21,8 +21,6 @@ from mtcompile.passes.planning.climbs.waits import loads_late, waits, waits_toge
 from mtcompile.passes.planning.disk.spacing import spaced
 from mtcompile.passes.planning.variants import Variant
 
-_MOST_AHEAD = 4
-
 
 def moves(
     blocks: Sequence[Block], sizes: Mapping[str, int], host: bool, streamable: Mapping[str, int] = MappingProxyType({})
@@ -95,7 +93,7 @@ def _streams(sizes: Mapping[str, int], plan: Plan) -> Iterator[Moved]:
 def _ahead(plan: Plan) -> Iterator[Moved]:
     """Fetches more or fewer regions ahead, and from the allocator or into slots."""
     for name, turn, ahead in (("more", FIRST, plan.lookahead + 1), ("fewer", LAST, plan.lookahead - 1)):
-        if 0 <= ahead <= _MOST_AHEAD:
+        if ahead >= 0:
             yield Moved(name, turn, partial(plan.changed, lookahead=ahead))
     yield Moved("pooled", FIRST, partial(plan.changed, pooled=not plan.pooled))
 

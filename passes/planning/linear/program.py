@@ -16,18 +16,10 @@ import numpy
 
 GIB = 1 << 30
 _NBYTES = -1  # the variable, before the first, that is minimized in place of it: bytes of a tier, in GiB
-_TOLERANCE = 256  # bytes by which a solver may break rows of memory
 Array = Any  # of numpy
-# Steepest edges need as many solutions as a program has rows where it begins at the basis of another; Devex needs none.
-_DEVEX = 1
 _SETTINGS: Mapping[str, Any] = {
     **{"output_flag": False, "presolve": "off", "solver": "simplex", "parallel": "off", "threads": 1},
-    "simplex_dual_edge_weight_strategy": _DEVEX,
 }
-# Where a program has no solution, the basis of another one may lead the simplex method round and round. It asks at each step
-# whether it is to go on: after so many, it begins anew without a basis. Few programs need as many. HiGHS's own limit of
-# iterations does not end this: it went on for 20 s.
-_MOST_STEPS = 500
 Equation = tuple[dict[int, float], float]  # the sum of its terms, and what it is
 Work = tuple[Mapping[int, float], float]  # µs per unit of each variable, and constant µs
 
@@ -58,11 +50,13 @@ class _Patience:
 class Solver:
     """Minimizes the first of ``columns`` variables in programs with ``rows``, which give the factor of each variable, and of
     which the first ``equal`` are equations. Presolving takes several times as long as solving, and shortens no program of this
-    kind."""
+    kind. ``most_steps``: from a basis; then it begins anew without one, as a basis may lead round and round where there is no
+    solution. HiGHS's own limit of iterations does not end that: it went on for 20 s. Default: one for each row."""
 
     rows: Sequence[Mapping[int, float]]
     columns: int
     equal: int
+    most_steps: int | None = None
     _highs: Any = field(init=False)
     _module: Any = field(init=False)
     _bounds: Array = field(init=False)  # of the program that was solved last
@@ -84,6 +78,9 @@ class Solver:
         self._module, self._highs = highspy, new()
         for name, value in _SETTINGS.items():
             self._highs.setOptionValue(name, value)
+        # Steepest edges need as many solutions as a program has rows where it begins at the basis of another; Devex needs none.
+        devex = highspy.simplex_constants.SimplexEdgeWeightStrategy.kSimplexEdgeWeightStrategyDevex
+        self._highs.setOptionValue("simplex_dual_edge_weight_strategy", int(devex))
         self._patience = _Patience()
         self._highs.cbSimplexInterrupt += self._patience
         self._highs.passModel(program)
@@ -96,7 +93,7 @@ class Solver:
         self._set(limits, bounds)
         if like is not None:
             highs.setBasis(like)
-            self._run(_MOST_STEPS)
+            self._run(len(self.rows) if self.most_steps is None else self.most_steps)
         if like is None or highs.getModelStatus() not in (statuses.kOptimal, statuses.kInfeasible):
             highs.clearSolver()
             self._run()
@@ -105,6 +102,11 @@ class Solver:
         solution = highs.getSolution()
         optimum = float(highs.getInfo().objective_function_value)
         return Solution(optimum, numpy.array(solution.col_value), -numpy.array(solution.row_dual), highs.getBasis())
+
+    @property
+    def tolerance(self) -> float:
+        """By how much a solution may break a row."""
+        return float(self._highs.getOptionValue("primal_feasibility_tolerance")[1])
 
     def _run(self, most_steps: float = inf) -> None:
         """Solves the program. HiGHS has as many threads as its first run in this process, and refuses another number."""
@@ -225,8 +227,9 @@ class Program:
         by_column = [{1 + variable: factor for variable, factor in each.items()} for each in terms]
         limits = [limit for _, limit in self.equal] + [row.limit + limited.get(row.tier or "", 0) / GIB for row in rows]
         bounds = numpy.concatenate([[[0.0, numpy.inf]], self._bounds()])
-        solution = Solver(by_column, len(bounds), len(self.equal))(numpy.array(limits, dtype=float), bounds)
-        return None if solution is None else max(0, int(solution.optimum * GIB) - _TOLERANCE)
+        solver = Solver(by_column, len(bounds), len(self.equal))
+        solution = solver(numpy.array(limits, dtype=float), bounds)
+        return None if solution is None else max(0, int((solution.optimum - solver.tolerance) * GIB))
 
     def _within(self, budgets: Mapping[str, int | None], counted: Counted) -> tuple[_Prepared, Any]:
         """The program without the rows of tiers that have no budget, and the limits of its rows."""

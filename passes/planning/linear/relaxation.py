@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from types import MappingProxyType
@@ -36,9 +36,9 @@ from mtcompile.passes.planning.linear.rows import (
 )
 from mtcompile.passes.planning.linear.variables import Choices, Terms, place_blocks, terms_of
 from mtcompile.passes.planning.problem import PlanningProblem
+from mtcompile.passes.planning.search import EFFORTS
 
 _COUNTED = Counted()  # where the optimum is a bound
-_FASTER = 0.999  # of the µs: less is not worth a search
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,13 @@ class Relaxation:
             solution,
         )
 
+    def gains_by_streaming(self, limits: Mapping[str, int | None]) -> bool:
+        """Tells whether updates on the device of what is at home on the host may gain what a search must."""
+        if not self._counting(_COUNTED).terms.streamed:
+            return False
+        without = replace(self, streams=False)(limits).bound_us
+        return self(limits).bound_us < (1 - EFFORTS[self.problem.effort].gain) * without
+
     def least_nbytes(self, tier: str, limits: Mapping[str, int | None]) -> int | None:
         """Returns bytes of a tier that any plan within ``limits`` on others needs at least, however long it takes; None if
         there can be no plan."""
@@ -175,14 +182,17 @@ class Bounds:
     """The bounds of a problem on the time of its plans. ``solve``: its program."""
 
     def __init__(self, problem: PlanningProblem, blocks: Sequence[Block]) -> None:
-        needs = needs_of(problem.step)
+        needs, updates = needs_of(problem.step), problem.budgets.updates
         self.solve = Relaxation(problem, blocks, needs, home_costs(problem, needs))
+        self._held = updates is not None and updates.held
 
-    def us(self, limits: Mapping[str, int | None], inside: bool = True) -> float:
-        """The µs of the fastest plan that could be within ``limits``; infinite if there can be none.
-        ``inside``: see ``Relaxation``."""
+    def us(self, limits: Mapping[str, int | None], inside: bool = True, all_plans: bool = False) -> float:
+        """The µs of the fastest plan that could be within ``limits``; infinite if there can be none. ``inside``: see
+        ``Relaxation``. ``all_plans``: also of those that no search tries, in which the device updates what is on the host
+        though that gains nothing."""
         try:
-            return self.solve(limits, inside=inside).bound_us
+            streams = all_plans or self._held or self.solve.gains_by_streaming(limits)
+            return replace(self.solve, streams=streams)(limits, inside=inside).bound_us
         except Infeasible:
             return inf
 
@@ -207,5 +217,5 @@ def faster_than_resident(problem: PlanningProblem, solve: Relaxation, homes: Ite
     with suppress(Infeasible):
         if all(tier == "device" for tier in problem.fixed_homes.values()):
             resident_us = solve(unlimited, dict.fromkeys(homes, True)).bound_us
-        return solve(unlimited).bound_us < _FASTER * resident_us
+        return solve(unlimited).bound_us < (1 - EFFORTS[problem.effort].gain) * resident_us
     return False

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from mtcompile.passes.analysis.state import streamable
 from mtcompile.passes.plan import Choice, Decision, Plan
 from mtcompile.passes.planning.blocks import Block, blocks_alike, variant_decision
 from mtcompile.passes.planning.disk.spacing import spaced
@@ -17,7 +16,6 @@ from mtcompile.passes.planning.linear.variables import Option
 
 T = TypeVar("T")
 _AHEAD = (1, 2, 3)  # blocks ahead that plans fetch
-_WORTH = 0.99  # of the µs: less is not worth more plans
 _TRIES = 3  # plans that are made within limits on both tiers, each within fewer bytes than the one before
 
 
@@ -53,12 +51,9 @@ class Within(NamedTuple):
     def plans(self, limits: Mapping[str, int | None], evaluate: Callable[[Plan], Plan]) -> Iterator[Plan]:
         """Yields plans with their figures that are near ``limits``: those in which nothing is streamed for its update, and
         others if that may gain something. ``evaluate``: gives a plan its figures."""
-        problem, without = self.solve.problem, self._replace(solve=replace(self.solve, streams=False))
-        if not streamable(problem.step, problem.budgets):
-            without = self
-        yield from without._plans(limits, evaluate)
+        yield from self._replace(solve=replace(self.solve, streams=False))._plans(limits, evaluate)
         with suppress(Infeasible):
-            if without is not self and self.solve(limits).bound_us < _WORTH * without.solve(limits).bound_us:
+            if self.solve.gains_by_streaming(limits):
                 yield from self._plans(limits, evaluate)
 
     def _plans(self, limits: Mapping[str, int | None], evaluate: Callable[[Plan], Plan]) -> Iterator[Plan]:

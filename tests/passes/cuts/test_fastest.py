@@ -58,7 +58,7 @@ class Made:
             effort=EFFORTS["normal"],
         )
 
-    def _bound_us(self, device: int | None, host: int | None, inside: bool = True) -> float:
+    def _bound_us(self, device: int | None, host: int | None, inside: bool = True, all_plans: bool = False) -> float:
         if host is None and self.device_us is not None:
             return self.device_us
         return self.bound_us if inside else self.finer_us
