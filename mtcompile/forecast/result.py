@@ -69,8 +69,8 @@ class Scaling:
 class Forecast:
     """A step that has been planned but not run.
 
-    ``minimum_device_bytes``: the least device memory in which the step fits, cut as in this plan; if nothing fits, cut in the
-    way that needs least.
+    ``minimum_device_bytes``: the least device memory found in which the step fits, cut as in this plan; if nothing fits, cut in
+    the way that needs least.
     ``ledger``: tier -> part -> bytes at the step's peak. ``step_time_us``: time of forward, backward and update, of which
     ``update_us`` is what the update adds. ``certificate``: how fast any plan within the budgets could be; ``gap``: the share by
     which this one is slower. ``busy``: share of the step in which each queue works. ``exposed_us``: how long each queue works
@@ -184,7 +184,8 @@ def _lines(f: Forecast) -> list[str]:
         if f.advice is not None:
             lines += _advice(f.advice, f.no_gain)
         lines.append(
-            f'  smallest device memory that works, cut as here: {gib(f.minimum_device_bytes)} (solve="memory" tries every cut)'
+            f"  smallest device memory that works, cut as here: at most {gib(f.minimum_device_bytes)} "
+            '(solve="memory" tries every cut)'
         )
     lines += [f"  note: {note}" for note in f.notes]
     if f.planned is not None:

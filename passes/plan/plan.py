@@ -234,7 +234,7 @@ class Plan:
             lines.append(f"  {tier}: peak {gib(peak)} of {gib(budget) if budget is not None else 'no limit'}")
         if self.certificate is not None:
             lines.append(f"  {self.certificate.of(self.total_us)}")
-        lines.append(f"  smallest device budget that works: {gib(self.minimum_device_bytes)}")
+        lines.append(f"  smallest device budget that works: at most {gib(self.minimum_device_bytes)}")
         runs = f"; runs of recomputed blocks are halved down to {self.span}" if self.span else ""
         where = "pooled" if self.pooled else "in slots"
         state = gib(self.state_bytes)
