@@ -71,7 +71,9 @@ class Certificate:
 
     def of(self, step_time_us: float) -> str:
         """One sentence about a step, for a reader."""
-        return f"within {self.gap(step_time_us):.1%} of the bound: {self}"
+        if (gap := self.gap(step_time_us)) <= 1:
+            return f"within {gap:.1%} of the bound: {self}"
+        return f"{1 + gap:.1f} times the bound: the bound says little here: {self}"
 
     def __str__(self) -> str:
         """The bound alone, and what would lower it."""
