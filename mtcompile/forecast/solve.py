@@ -251,6 +251,25 @@ def _least_memory(request: ForecastRequest, batch: int, seq: int) -> Forecast:
     return replace(forecast, solved={"memory": least}) if forecast.feasible else forecast
 
 
+def _largest_planned(request: ForecastRequest, at: Callable[[int], tuple[int, int]], guess: int) -> int:
+    """Returns the largest size of which a plan fits, by steps from a guess that double, and then halve: where the step is cut,
+    it is far from what the leanest uncut plan has room for. 1 if none fits."""
+
+    def fits(n: int) -> bool:
+        return isinstance(planned_form(request, forms_of(request, *at(n)))[1], Planned)
+
+    low, high, step = 0, guess, 1
+    while fits(high) and high < _MOST:
+        low, high, step = high, high + step, 2 * step
+    while low == 0 and high > 1:
+        size = max(1, high - step)
+        low, high, step = (size, high, step) if fits(size) else (0, size, 2 * step)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return max(1, low)
+
+
 def _largest(request: ForecastRequest, what: str, batch: int, seq: int) -> Forecast:
     """Plans the largest batch or sequence that fits: takes the size that the expression of the leanest plan's peak gives, then
     confirms it by planning that size and the next. Raises ValueError if the model cannot be traced at the sizes this needs."""
@@ -287,8 +306,8 @@ def _largest(request: ForecastRequest, what: str, batch: int, seq: int) -> Forec
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    best, _ = _forecast(request, *at(max(1, low)))
-    low = max(1, low)
+    low = _largest_planned(replace(request, effort="quick"), at, max(1, low))
+    best, _ = _forecast(request, *at(low))
     while not best.feasible and low > 1:  # if sizes are rounded up, or the loss head is cut otherwise
         low -= 1
         best, _ = _forecast(request, *at(low))
