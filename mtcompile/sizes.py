@@ -40,6 +40,17 @@ def parse_bytes(size: Size, option: str = "") -> int | None:
     return nbytes
 
 
+def parse_tokens(count: int | str | None) -> int | None:
+    """Converts a number of tokens such as ``"1B"``, ``"300M"`` or 1000 to an int; None stays None. Raises ValueError."""
+    if count is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmbt]?)\s*", str(count).lower())
+    tokens = int(float(match.group(1)) * 1000 ** " kmbt".index(match.group(2) or " ")) if match else 0
+    if not 0 < tokens <= MOST:
+        raise ValueError(f'tokens: expected a number of tokens such as "1B" or "300M", found {count!r}')
+    return tokens
+
+
 def three_digits(value: float) -> str:
     """Writes a positive number in three digits, or in all before the point: never in powers of ten where it is large."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"

@@ -21,6 +21,7 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of a host that train together, each with a batch of its own")] = 1,
     hosts: Annotated[int, typer.Option(min=1, help="such hosts")] = 1,
     network: Annotated[float | None, typer.Option(help="GB/s between hosts, per direction (default: the machine's)")] = None,
+    tokens: Annotated[str | None, typer.Option(help="those of the whole run, such as 1B: also say what it costs")] = None,
     force: Annotated[bool, typer.Option(help="show the leanest plan even if it does not fit")] = False,
     as_json: Json = False,
 ) -> None:
@@ -34,7 +35,7 @@ def plan(
 
     Exit code 0: it fits; 3: it does not; 2: invalid argument or file.
     """
-    more = {"solve": solve, "force": force, "gpus": gpus, "hosts": hosts, "network": network}
+    more = {"solve": solve, "force": force, "gpus": gpus, "hosts": hosts, "network": network, "tokens": tokens}
     key = key_of(model, {**values(options), **more, "policy": policy})
     if (answer := known_answer(key)) is None:
         with ending_soon():

@@ -94,8 +94,9 @@ def _reporting(job: Job, as_json: bool) -> Iterator[Callable[[Row | Evaluation, 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from mtcompile.trainer.trainer import Row
+    from mtcompile.trainer.trainer import Row, cost_of_rest
 
+    told = False
     out = sys.stderr if as_json else sys.stdout
     console = Console(file=out)
     columns = (BarColumn(8), MofNCompleteColumn(), TextColumn("{task.fields[row]}"), TimeRemainingColumn(compact=True))
@@ -106,6 +107,10 @@ def _reporting(job: Job, as_json: bool) -> Iterator[Callable[[Row | Evaluation, 
         task = bar.add_task("training", total=job.steps, row="capturing and planning the first step")
 
         def report(row: Row | Evaluation, model: Any) -> None:
+            nonlocal told
+            if not told and model.plan:
+                told = True
+                (bar.print if out.isatty() else lambda text: _say(text, out))(f"predicted: {cost_of_rest(job, row.step)}")
             if isinstance(row, Row):
                 bar.update(task, completed=row.step, row=_line(row, model))
                 if out.isatty() or not (row.step == 1 or row.step % every == 0 or row.step == job.steps):

@@ -23,6 +23,7 @@ from mtcompile.forecast.request import (
     sized_step,
     with_disk,
 )
+from mtcompile.forecast.run_cost import told_run
 from mtcompile.optim.backward.checks import check_optimizer
 from mtcompile.optim.state_sizes import FORECAST_STATES, optimizer_named, state_copies, streamed_copies, update_workspace
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
@@ -82,6 +83,7 @@ def ways_on_host(request: ForecastRequest, sized: SizedStep, budgets: Budgets, e
                 continue
             disk = f", {gib(plan.peak_bytes['disk'])} of a disk at {_disk_speeds(request)}" if "disk" in plan.peak_bytes else ""
             text = f"{change.what}: fits, {time_of(plan.total_us)} a step with {gib(plan.peak_bytes['host'])} of the host{disk}"
+            text += told_run(request, sized.tokens, plan)
             fitting.append((plan.total_us, text))
     return [text for _, text in (*sorted(fitting), *sorted(short))]
 

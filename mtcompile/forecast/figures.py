@@ -14,6 +14,7 @@ from mtcompile.execution.memory.fragment_figures import told_whole
 from mtcompile.forecast.advice import ways_on_host
 from mtcompile.forecast.request import ForecastRequest, SizedStep, budgets_of
 from mtcompile.forecast.result import Forecast, Row
+from mtcompile.forecast.run_cost import run_cost, told_run
 from mtcompile.optim.precision import PRECISIONS
 from mtcompile.options import FASTEST
 from mtcompile.passes.analysis.cost import kernel_cost, uncounted
@@ -188,15 +189,28 @@ def _ledger(unplanned: Forecast, candidates: Candidates, planned: Planned) -> di
     return ledger
 
 
-def _time_with_more(candidates: Candidates, budgets: Budgets, error: DoesNotFit) -> str:
+def with_run_cost(request: ForecastRequest, forecast: Forecast) -> Forecast:
+    """Returns the forecast with the costs of the run, if they were asked for, for its plan and for each advice."""
+    if (tokens := request.run_tokens) is None or not forecast.step_time_us:
+        return forecast
+    machine, ranks, advice = request.machine, request.ranks.count, forecast.advice
+    if advice is not None:
+        advice = tuple(replace(a, run=run_cost(tokens, 1, 1e6 / a.tokens_per_s, 0, machine, ranks)) for a in advice)
+    written = forecast.disk_write_bytes * ranks
+    run = run_cost(tokens, forecast.tokens, forecast.step_time_us, written, machine, ranks)
+    return replace(forecast, advice=advice, run=run)
+
+
+def _time_with_more(request: ForecastRequest, sized: SizedStep, budgets: Budgets, error: DoesNotFit) -> str:
     """Tells what a step takes with as much of a tier as it needs; empty where it does not fit then either."""
+    candidates = sized.candidates
     with contextlib.suppress(DoesNotFit):  # it may take a disk, or more of the host, too
         if error.tier == "device":
-            within = replace(budgets, device=error.minimum)
-            return f": {time_of(plan_among(candidates, within, FASTEST).plan.total_us)} a step then"
+            fastest = plan_among(candidates, replace(budgets, device=error.minimum), FASTEST).plan
+            return f": {time_of(fastest.total_us)} a step then{told_run(request, sized.tokens, fastest)}"
         lean = candidates.leanest("host", Limits(budgets.device))
         if lean.peak_bytes["host"] == error.minimum:
-            return f": {time_of(lean.total_us)} a step then, and faster with more"
+            return f": {time_of(lean.total_us)} a step then, and faster with more{told_run(request, sized.tokens, lean)}"
     return ""
 
 
@@ -213,7 +227,7 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
     short = minimum - limit * ranks.get(tier, 1)
     parts = ", ".join(f"{what} {gib(nbytes)}" for what, nbytes in error.causes)
     if tier != "device" and budgets.disk is not None:
-        ways = [f"{tier} memory of {gib(minimum)} ({minimum} bytes) or more"]
+        ways = [f"{tier} memory of {error.qualifier}{gib(minimum)} ({minimum} bytes)"]
         if not budgets.disk_updates:
             what = 'update="backward"' if budgets.updates is None else "an elementwise optimizer, such as AdamW"
             ways.append(f"{what}: weights that train may then go to disk, with their state")
@@ -223,7 +237,8 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
     if not within.missing(leanest := candidates.leanest(other, within)):
         more = leanest.peak_bytes[other] * ranks.get(other, 1)
         ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")
-    ways.append(f"{tier} memory of {gib(minimum)} ({minimum} bytes) or more{_time_with_more(candidates, budgets, error)}")
+    needed = f"{tier} memory of {error.qualifier}{gib(minimum)} ({minimum} bytes)"
+    ways.append(needed + _time_with_more(request, sized, budgets, error))
     if tier == "host":
         return replace(unplanned, short_bytes=short, ways_out=tuple(ways))
     ways.append('fewer tokens a step: solve="batch" or solve="seq" finds how many fit')

@@ -48,7 +48,8 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 @dataclass(frozen=True, slots=True)
 class ForecastRequest:
     """The request of a forecast, except batch and sequence. ``machine`` and ``budgets``: those that each rank has.
-    ``on_disk``: False to plan as if there were no disk. ``effort``: what planning may cost."""
+    ``on_disk``: False to plan as if there were no disk. ``effort``: what planning may cost.
+    ``run_tokens``: those of the whole run, whose costs are to be told."""
 
     model: str | nn.Module | Callable[..., Any]
     data: Mapping[str, Any] | None
@@ -66,6 +67,7 @@ class ForecastRequest:
     fragments: str | None = "auto"
     on_disk: bool = True
     effort: str = "normal"
+    run_tokens: int | None = None
 
     @property
     def cuts(self) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 from torch import fx
 
+from mtcompile.forecast.run_cost import RunCost
 from mtcompile.passes.plan import Certificate, disk_traffic
 from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.runtime.schedule import gib
@@ -30,16 +31,19 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Advice:
     """A change of a step that fits. Its figures are estimates (see ``gains``). ``gain``: by what share the tokens per second
-    rise."""
+    rise; ``run``: the costs of a run with it, without what it writes to a drive."""
 
     what: str
     step_time_us: float
     tokens_per_s: float
     gain: float
+    run: RunCost | None = None
 
     def __str__(self) -> str:
         gain, step = f"+{self.gain:.0%}", f"{time_of(self.step_time_us)} a step"
-        return f"{gain:>6}  {step:>15}  {self.tokens_per_s:>8,.0f} tokens/s  {self.what}"
+        return f"{gain:>6}  {step:>15}  {self.tokens_per_s:>8,.0f} tokens/s  {self.what}" + (
+            f": {self.run}" if self.run else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,8 @@ class Scaling:
 class Forecast:
     """A step that has been planned but not run.
 
-    ``minimum_device_bytes``: the least device memory in which the step fits, cut as in this plan; if nothing fits, cut in the
-    way that needs least.
+    ``minimum_device_bytes``: the least device memory found in which the step fits, cut as in this plan; if nothing fits, cut in
+    the way that needs least.
     ``ledger``: tier -> part -> bytes at the step's peak. ``step_time_us``: time of forward, backward and update, of which
     ``update_us`` is what the update adds. ``certificate``: how fast any plan within the budgets could be; ``gap``: the share by
     which this one is slower. ``busy``: share of the step in which each queue works. ``exposed_us``: how long each queue works
@@ -83,6 +87,7 @@ class Forecast:
     needs in each tier, as sympy expressions.
     ``scaling``: of several ranks; then ``tokens`` and ``tokens_per_s`` are those of all, bytes of the host and of the state
     those of all ranks of a host, and other figures those of each.
+    ``run``: the costs of a run of the ``tokens`` asked for.
     ``notes``: what else a reader should know of the plan, such as which large weights stay whole beside others in fragments.
     ``planned``: None if nothing fits, unless forced. ``joint`` and ``problem``: the joint graph, and the planning problem made
     from it.
@@ -126,6 +131,7 @@ class Forecast:
     solved: Mapping[str, int] | None = None
     peak_expressions: Mapping[str, str] | None = None
     scaling: Scaling | None = None
+    run: RunCost | None = None
     notes: tuple[str, ...] = ()
     planned: Planned | None = None
     joint: fx.GraphModule | None = None
@@ -179,12 +185,15 @@ def _lines(f: Forecast) -> list[str]:
         if f.disk_read_bytes or f.disk_write_bytes:
             direct = "; weights go straight to the device" if f.disk_direct else ""
             lines.append(f"  {disk_traffic(f.disk_read_bytes, f.disk_write_bytes, f.disk_days)}{direct}")
+        if f.run is not None:
+            lines.append(f"  {f.run.tokens:,} tokens: {f.run}")
         if f.certificate is not None:
             lines.append(f"  {f.certificate.of(f.step_time_us)}")
         if f.advice is not None:
             lines += _advice(f.advice, f.no_gain)
         lines.append(
-            f'  smallest device memory that works, cut as here: {gib(f.minimum_device_bytes)} (solve="memory" tries every cut)'
+            f"  smallest device memory that works, cut as here: at most {gib(f.minimum_device_bytes)} "
+            '(solve="memory" tries every cut)'
         )
     lines += [f"  note: {note}" for note in f.notes]
     if f.planned is not None:

@@ -15,7 +15,7 @@ from mtcompile.capture.tracing import collecting_later
 from mtcompile.compiler import pass_errors
 from mtcompile.distributed.layout import layout_named, updates_once
 from mtcompile.errors import CaptureError, did_you_mean
-from mtcompile.forecast.figures import figures
+from mtcompile.forecast.figures import figures, with_run_cost
 from mtcompile.forecast.forms import StepForms, forms_of, planned_form
 from mtcompile.forecast.gains import gains_of
 from mtcompile.forecast.request import ForecastRequest, SizedStep, sized_step, takes_sizes, with_disk
@@ -34,7 +34,7 @@ from mtcompile.passes.cuts.fastest import takes_at_least
 from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, Progress, no_progress
-from mtcompile.sizes import parse_bytes
+from mtcompile.sizes import parse_bytes, parse_tokens
 
 _LEFT_FREE = 0.08  # of a machine's device memory when no budget is given
 _GRAIN = 128  # tokens of a sequence that is solved for
@@ -67,6 +67,7 @@ def plan(
     force: bool = False,
     advise: bool = False,
     effort: str | None = None,
+    tokens: int | str | None = None,
     progress: Progress = no_progress,
 ) -> Forecast:
     """Plans one training step without running or allocating it.
@@ -99,6 +100,7 @@ def plan(
     force      returns the leanest plan even if it does not fit
     advise     if the step fits, also estimates what changes of it would gain; not with ``solve``
     effort     as for ``compile``
+    tokens     those of the whole run, such as ``"1B"``: also says what it costs in days, kWh and writes to a drive
     progress   called with (text, done, total)
 
     Raises ValueError for an argument that it does not know, and CaptureError if the model cannot be captured.
@@ -165,22 +167,24 @@ def plan(
     alone = ForecastRequest(
         model, data, kind, optimizer, described, budgets, policies, force, progress, counts[0], lora, make_optimizer
     )
+    run_tokens = parse_tokens(tokens)
     check_effort(effort := knobs.effort() if effort is None else effort)
-    alone = replace(alone, fragments=fragments, effort=effort)
+    alone = replace(alone, fragments=fragments, effort=effort, run_tokens=run_tokens)
     of_rank = ranks.machine(described, once), ranks.budgets(budgets, once)
     request = replace(alone, machine=of_rank[0], budgets=of_rank[1], ranks=ranks)
     with collecting_later(), pass_errors():
         if solve in ("batch", "seq"):
-            return _largest(request, solve, batch, seq)
+            return with_run_cost(request, _largest(request, solve, batch, seq))
         if solve == "memory":
-            return _least_memory(request, batch, seq)
+            return with_run_cost(request, _least_memory(request, batch, seq))
         request, forecast, sized = _of_fastest_count(request, counts, batch, seq)
         if ranks.count > 1:
-            return with_scaling(request, forecast, described, lambda: _forecast(alone, batch, seq)[0])
+            forecast = with_scaling(request, forecast, described, lambda: _forecast(alone, batch, seq)[0])
+            return with_run_cost(request, forecast)
         if advise and forecast.feasible:
             advice, no_gain = gains_of(request, sized, forecast)
-            return replace(forecast, advice=advice, no_gain=no_gain)
-        return forecast
+            forecast = replace(forecast, advice=advice, no_gain=no_gain)
+        return with_run_cost(request, forecast)
 
 
 def _with_disk(budgets: Budgets, disk: str | int | None, precision: Precision, force: bool) -> Budgets:
@@ -247,6 +251,25 @@ def _least_memory(request: ForecastRequest, batch: int, seq: int) -> Forecast:
     return replace(forecast, solved={"memory": least}) if forecast.feasible else forecast
 
 
+def _largest_planned(request: ForecastRequest, at: Callable[[int], tuple[int, int]], guess: int) -> int:
+    """Returns the largest size of which a plan fits, by steps from a guess that double, and then halve: where the step is cut,
+    it is far from what the leanest uncut plan has room for. 1 if none fits."""
+
+    def fits(n: int) -> bool:
+        return isinstance(planned_form(request, forms_of(request, *at(n)))[1], Planned)
+
+    low, high, step = 0, guess, 1
+    while fits(high) and high < _MOST:
+        low, high, step = high, high + step, 2 * step
+    while low == 0 and high > 1:
+        size = max(1, high - step)
+        low, high, step = (size, high, step) if fits(size) else (0, size, 2 * step)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return max(1, low)
+
+
 def _largest(request: ForecastRequest, what: str, batch: int, seq: int) -> Forecast:
     """Plans the largest batch or sequence that fits: takes the size that the expression of the leanest plan's peak gives, then
     confirms it by planning that size and the next. Raises ValueError if the model cannot be traced at the sizes this needs."""
@@ -283,8 +306,8 @@ def _largest(request: ForecastRequest, what: str, batch: int, seq: int) -> Forec
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    best, _ = _forecast(request, *at(max(1, low)))
-    low = max(1, low)
+    low = _largest_planned(replace(request, effort="quick"), at, max(1, low))
+    best, _ = _forecast(request, *at(low))
     while not best.feasible and low > 1:  # if sizes are rounded up, or the loss head is cut otherwise
         low -= 1
         best, _ = _forecast(request, *at(low))

@@ -96,8 +96,10 @@ def _live(planned: Sequence[Planned]) -> Iterator[Bytes]:
                 live = tuple(n + sign * b.nbytes for n, b in zip(live, buffers, strict=True))
         names = tuple(i.kernel for i in alike)
         if first.op == "run" and names not in bodies:
-            kernels = [p.step.get_submodule(name) for p, name in zip(planned, names, strict=True)]
-            bodies[names] = {none, *_body_nbytes([kernel for kernel in kernels if isinstance(kernel, fx.GraphModule)])}
+            kernels = [getattr(p.step, name, None) for p, name in zip(planned, names, strict=True)]
+            graphs = [kernel for kernel in kernels if isinstance(kernel, fx.GraphModule)]
+            of_update = tuple(i.workspace for i in alike)  # which has no graph
+            bodies[names] = {none, *(_body_nbytes(graphs) if graphs else [of_update])}
         for inside in bodies[names] if first.op == "run" else (none,):
             more = tangents if first.phase == "backward" else none
             yield tuple(map(sum, zip(live, inside, more, strict=True)))

@@ -20,7 +20,7 @@ class Card(NamedTuple):
     """The speeds of a card and of what it is usually built into. ``flops``: sustained, of products in bf16, a second; ``wide``:
     peak TFLOP/s of wider products; ``gbps``: of device memory, and of the link to and from the device; ``host``: GB/s of host
     memory; ``gigabytes``: of device memory; ``ram``: GB of host memory that hosts of this card often have; ``drive``: as
-    above."""
+    above; ``watts``: the card's limit by its data sheet, of gh200 with its processor."""
 
     name: str
     flops: float
@@ -30,20 +30,21 @@ class Card(NamedTuple):
     gigabytes: int
     ram: int
     drive: tuple[float, float, int, int]
+    watts: int
 
 
 CARDS = {
     card.name: card
     for card in (
-        Card("h200-sxm", 6.85e14, _HOPPER, (4300.0, 50.0, 50.0), 200.0, 141, 1500, _SERVER),
-        Card("gh200", 6.85e14, _HOPPER, (3700.0, 377.0, 297.0), 348.0, 96, 480, _SERVER),
-        Card("h100-sxm", 6.85e14, _HOPPER, (3000.0, 50.0, 50.0), 250.0, 80, 200, _SERVER),
-        Card("b200", 1.4e15, _B200, (7000.0, 50.0, 50.0), 300.0, 192, 1500, _SERVER),
-        Card("a100-pcie", 2.0e14, _A100, (1800.0, 25.0, 25.0), 150.0, 80, 200, _SERVER),
-        Card("a6000", 1.0e14, _A6000, (770.0, 25.0, 25.0), 100.0, 48, 128, _PCIE4),
-        Card("rtx3090", 5.5e13, _RTX3090, (850.0, 25.0, 25.0), 40.0, 24, 128, _PCIE4),
-        Card("rtx4090", 1.3e14, _RTX4090, (920.0, 25.0, 25.0), 70.0, 24, 128, _PCIE4),
-        Card("rtx5090", 1.6e14, _RTX5090, (1600.0, 50.0, 50.0), 70.0, 32, 128, _PCIE5),
+        Card("h200-sxm", 6.85e14, _HOPPER, (4300.0, 50.0, 50.0), 200.0, 141, 1500, _SERVER, 700),
+        Card("gh200", 6.85e14, _HOPPER, (3700.0, 377.0, 297.0), 348.0, 96, 480, _SERVER, 1000),
+        Card("h100-sxm", 6.85e14, _HOPPER, (3000.0, 50.0, 50.0), 250.0, 80, 200, _SERVER, 700),
+        Card("b200", 1.4e15, _B200, (7000.0, 50.0, 50.0), 300.0, 192, 1500, _SERVER, 1000),
+        Card("a100-pcie", 2.0e14, _A100, (1800.0, 25.0, 25.0), 150.0, 80, 200, _SERVER, 300),
+        Card("a6000", 1.0e14, _A6000, (770.0, 25.0, 25.0), 100.0, 48, 128, _PCIE4, 300),
+        Card("rtx3090", 5.5e13, _RTX3090, (850.0, 25.0, 25.0), 40.0, 24, 128, _PCIE4, 350),
+        Card("rtx4090", 1.3e14, _RTX4090, (920.0, 25.0, 25.0), 70.0, 24, 128, _PCIE4, 450),
+        Card("rtx5090", 1.6e14, _RTX5090, (1600.0, 50.0, 50.0), 70.0, 32, 128, _PCIE5, 575),
     )
 }
 

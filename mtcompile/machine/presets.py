@@ -37,7 +37,7 @@ def _preset(card: Card) -> Machine:
     machine = replace(machine, fp32_flops=fp32, tf32_flops=card.flops / 2, fp64_flops=fp64, tf32_convolutions=True)
     machine = replace(machine, disk_read_gbps=read, disk_write_gbps=write)
     machine = replace(machine, disk_nbytes=terabytes * 10**12, disk_rated_nbytes=rated * 10**12)
-    return replace(machine, host_nbytes=card.ram * 10**9)
+    return replace(machine, host_nbytes=card.ram * 10**9, watts=card.watts)
 
 
 PRESETS = {name: _preset(card) for name, card in CARDS.items()}
@@ -192,7 +192,7 @@ def _from_file(path: Path) -> Machine:
 
 
 _LEAST, _MOST = 1e-6, 1e21  # of a speed; far beyond any machine's, and times and sums of them are numbers
-_UNKNOWN = ("fp32_flops", "tf32_flops", "fp64_flops", "update_gbps")  # may be 0: not known
+_UNKNOWN = ("fp32_flops", "tf32_flops", "fp64_flops", "update_gbps", "watts")  # may be 0: not known
 _RANGES = {float: f"a number from {_LEAST:g} to {_MOST:g}", int: "a whole number from 0 to 2**62", bool: "true or false"}
 
 

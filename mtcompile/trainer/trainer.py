@@ -14,6 +14,7 @@ import torch
 
 from mtcompile import checkpoint
 from mtcompile.errors import StepError
+from mtcompile.forecast.run_cost import RunCost, run_cost
 from mtcompile.trainer.jobs import Job, prepared
 from mtcompile.trainer.recipe import Recipe, learning_rate
 
@@ -95,6 +96,15 @@ def run(job: Job, report: Report = lambda row, model: None, stop: Callable[[], b
                 saver.after(step, job.extra)
             interrupted = bool(job.together.sums([step < job.steps and stop()])[0])
     return summary(job, step, rows, evaluation, interrupted)
+
+
+def cost_of_rest(job: Job, step: int) -> RunCost:
+    """Returns what the run costs from a step on, as its plan predicts."""
+    session, steps, recipe = job.model._mt_open.session, job.steps - step + 1, job.recipe
+    plan, tokens = session.plan, recipe.batch * recipe.length
+    devices = job.together.count
+    written = plan.disk_write_bytes * devices
+    return run_cost(steps * tokens, tokens, plan.total_us, written, session.machine, devices)
 
 
 def one_step(job: Job, step: int) -> Row:

@@ -63,7 +63,8 @@ class Machine:
     between hosts: GB/s per direction. ``strided_gops``: billions of elements per second of operations that go through values
     of different strides one element at a time; where that is not known, they take as long as their bytes.
     ``host_nbytes``: the RAM of its host, 0 where that is not known. ``update_gbps``: GB/s at which the host's cores update
-    parameters; 0: as fast as its memory. The defaults are of the emulated device on a small CPU."""
+    parameters; 0: as fast as its memory. ``watts``: what its device may draw; 0: not known. The defaults are
+    of the emulated device on a small CPU."""
 
     name: str = "emulated"
     flops: float = 5e10
@@ -89,6 +90,7 @@ class Machine:
     tf32_convolutions: bool = False
     host_nbytes: int = 0
     update_gbps: float = 0.0
+    watts: float = 0.0
 
     def scale(self, queue: str) -> float:
         if queue == "direct" and not self._measured_direct:

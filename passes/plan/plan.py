@@ -71,7 +71,9 @@ class Certificate:
 
     def of(self, step_time_us: float) -> str:
         """One sentence about a step, for a reader."""
-        return f"within {self.gap(step_time_us):.1%} of the bound: {self}"
+        if (gap := self.gap(step_time_us)) <= 1:
+            return f"within {gap:.1%} of the bound: {self}"
+        return f"{1 + gap:.1f} times the bound: the bound says little here: {self}"
 
     def __str__(self) -> str:
         """The bound alone, and what would lower it."""
@@ -234,7 +236,7 @@ class Plan:
             lines.append(f"  {tier}: peak {gib(peak)} of {gib(budget) if budget is not None else 'no limit'}")
         if self.certificate is not None:
             lines.append(f"  {self.certificate.of(self.total_us)}")
-        lines.append(f"  smallest device budget that works: {gib(self.minimum_device_bytes)}")
+        lines.append(f"  smallest device budget that works: at most {gib(self.minimum_device_bytes)}")
         runs = f"; runs of recomputed blocks are halved down to {self.span}" if self.span else ""
         where = "pooled" if self.pooled else "in slots"
         state = gib(self.state_bytes)

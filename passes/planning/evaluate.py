@@ -91,7 +91,7 @@ def _far_from_bound(plan: Plan, trace: Trace) -> Iterator[str]:
         waits = {words: exposed_us(trace, queue) for queue, words in _WAITS.items()} | {"updates": plan.update_us}
         longest = sorted(((us, words) for words, us in waits.items() if round(us)), reverse=True)
         told = ", ".join(f"{time_of(us)} for {words}" for us, words in longest) or "for nothing"
-        least = f"{gib(plan.minimum_device_bytes)} is the least device memory that works"
+        least = f"the least device memory that works is at most {gib(plan.minimum_device_bytes)}"
         why = "the bound lets all work overlap, and counts memory only where it must be in use"
         yield f"the step is {gap:.0%} above its bound: {why}; in this plan the device waits {told}; {least}"
 
@@ -118,11 +118,11 @@ def _lowered(problem: PlanningProblem, step: fx.GraphModule, plan: Plan) -> Sche
         return lower_without_deps(step, plan, problem.machine, persistent, problem.workspace)
 
 
-def shortfall(candidate: Candidate, tier: str, step: fx.GraphModule) -> DoesNotFit:
+def shortfall(candidate: Candidate, tier: str, step: fx.GraphModule, at_most: bool = False) -> DoesNotFit:
     """Returns the error to raise if even this candidate needs more of ``tier`` than there is, by its schedule. ``step``: before
-    any rewrite."""
+    any rewrite; ``at_most``: True if another may need less."""
     schedule = candidate.schedule
-    return DoesNotFit(tier, schedule.peak_nbytes[tier], _largest_parts(schedule, tier, value_names(step)))
+    return DoesNotFit(tier, schedule.peak_nbytes[tier], _largest_parts(schedule, tier, value_names(step)), at_most)
 
 
 def _largest_parts(schedule: Schedule, tier: str, names: Mapping[str, str]) -> tuple[tuple[str, int], ...]:

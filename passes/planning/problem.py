@@ -93,11 +93,16 @@ class Candidate:
 
 class DoesNotFit(Exception):
     """Raised when even the leanest plan needs more. ``minimum``: the fewest bytes of ``tier`` that work. ``causes``: their
-    largest parts, in bytes."""
+    largest parts, in bytes. ``at_most``: True if fewer may work, as not all was searched."""
 
-    def __init__(self, tier: str, minimum: int, causes: tuple[tuple[str, int], ...]) -> None:
+    def __init__(self, tier: str, minimum: int, causes: tuple[tuple[str, int], ...], at_most: bool = False) -> None:
         super().__init__(f"{tier}: needs {minimum}")
-        self.tier, self.minimum, self.causes = tier, minimum, causes
+        self.tier, self.minimum, self.causes, self.at_most = tier, minimum, causes, at_most
+
+    @property
+    def qualifier(self) -> str:
+        """What a message says before the minimum."""
+        return "at most " if self.at_most else ""
 
 
 def way_to_go(tier: str, minimum: int) -> tuple[int, int]:

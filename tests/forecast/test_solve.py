@@ -158,6 +158,15 @@ def test_solving_finds_the_largest_size_that_fits(solve: str, memory: str) -> No
         mtcompile.plan(tower, machine=Machine(), solve=solve)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"run_ahead": True, "precision": "bf16-master32"}], ids=["plain", "masters"])
+def test_solving_counts_what_updates_in_the_backward_need(options: dict[str, Any]) -> None:
+    asked = {"seq": 64, "memory": "3MiB", "machine": Machine(), "update": "backward", "effort": "quick", **options}
+    forecast = mtcompile.plan("small", **asked, solve="batch")
+    assert forecast.feasible and forecast.solved is not None
+    assert not mtcompile.plan("small", batch=forecast.solved["batch"] + 1, **asked).feasible
+
+
 @pytest.mark.long
 def test_solve_memory_says_the_least_that_works() -> None:
     forecast = mtcompile.plan("small", seq=64, memory="200KiB", solve="memory")
