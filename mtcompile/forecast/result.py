@@ -30,15 +30,16 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Advice:
     """A change of a step that fits. Its figures are estimates (see ``gains``). ``gain``: by what share the tokens per second
-    rise."""
+    rise. ``at_most``: the figures are a bound, which only a plan with the change can tell more about."""
 
     what: str
     step_time_us: float
     tokens_per_s: float
     gain: float
+    at_most: bool = False
 
     def __str__(self) -> str:
-        gain, step = f"+{self.gain:.0%}", f"{time_of(self.step_time_us)} a step"
+        gain, step = f"{'≤' if self.at_most else ''}+{self.gain:.0%}", f"{time_of(self.step_time_us)} a step"
         return f"{gain:>6}  {step:>15}  {self.tokens_per_s:>8,.0f} tokens/s  {self.what}"
 
 
