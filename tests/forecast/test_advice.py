@@ -109,16 +109,17 @@ def test_what_is_advised_gains_as_much_when_it_is_planned(model: Any, memory: in
 
 @pytest.mark.slow
 def test_a_disk_gains_at_most_what_its_bound_says_and_only_where_the_host_is_short() -> None:
-    options: dict[str, Any] = {"memory": "3200KB", "update": "backward"}
-    free = planned(advise=True, **options)
+    step: dict[str, Any] = {"batch": 16, "seq": 512, "machine": "rtx4090", "precision": "bf16-master32", "update": "backward"}
+    step |= {"memory": "60MiB"}
+    free = mtcompile.plan("gpt-11m", advise=True, **step)
     assert "disk= (there is room without one)" in free.no_gain
-    options["host"] = int(free.peak_bytes["host"] * 0.85)
-    short = planned(advise=True, **options)
+    step["host"] = int(free.peak_bytes["host"] * 0.7)
+    short = mtcompile.plan("gpt-11m", advise=True, **step)
     assert short.feasible and short.advice is not None
     (disk,) = (each for each in short.advice if each.what.startswith("disk="))
     assert disk.at_most and f"≤+{disk.gain:.0%}" in str(short)
-    with_disk = planned(disk="1GB", **options)
-    assert short.tokens_per_s <= with_disk.tokens_per_s * 1.001 and with_disk.tokens_per_s <= disk.tokens_per_s * 1.001
+    with_disk = mtcompile.plan("gpt-11m", disk="1GB", **step)
+    assert 0.99 * short.tokens_per_s <= with_disk.tokens_per_s <= 1.001 * disk.tokens_per_s  # as it is, or 1 % faster
 
 
 def test_nothing_is_advised_that_gains_nothing() -> None:
