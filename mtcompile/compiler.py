@@ -31,7 +31,7 @@ from mtcompile.execution.compiled import CompiledStep, compiled_step
 from mtcompile.execution.memory.beside import plan_beside
 from mtcompile.execution.memory.fragment_figures import cut_on_disk, streamed_whole, told_fragments, told_whole
 from mtcompile.execution.placement import Placement, RunnablePlacement
-from mtcompile.gains import LEAST_GAIN, Setting, can_be_joined, changes
+from mtcompile.forecast.changes import LEAST_GAIN, Setting, can_be_joined, changes
 from mtcompile.kernels.measure import strides_on
 from mtcompile.kernels.same_bits import has_same_bits
 from mtcompile.kernels.toolchain import BuiltStep, Toolchain

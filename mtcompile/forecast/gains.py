@@ -1,4 +1,4 @@
-"""What would make a forecast's step faster: see ``gains``, and more memory or a disk."""
+"""What would make a forecast's step faster: see ``changes``, and more memory or a disk."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 from math import inf
 
 from mtcompile.forecast.advice import disk_problem, may_update_in_backward
+from mtcompile.forecast.changes import LEAST_GAIN, Change, Setting, changes
 from mtcompile.forecast.request import ForecastRequest, SizedStep, budgets_of, may_accumulate
 from mtcompile.forecast.result import Advice, Forecast
-from mtcompile.gains import LEAST_GAIN, Change, Setting, changes
 from mtcompile.passes.analysis.state import Budgets
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.candidates import Candidates

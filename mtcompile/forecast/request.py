@@ -20,7 +20,7 @@ from mtcompile.capture.tracing import record_joint, trace_joint
 from mtcompile.compiler import JointStep, planning_problem, rewrite_joint
 from mtcompile.distributed.layout import ALONE, RankLayout
 from mtcompile.execution.memory.fragments import homes_off_device
-from mtcompile.gains import can_be_joined
+from mtcompile.forecast.changes import can_be_joined
 from mtcompile.models.decoders import fake
 from mtcompile.models.lora import add_lora
 from mtcompile.models.shapes import SHAPES, Shape

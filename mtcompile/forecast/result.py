@@ -29,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change of a step that fits. Its figures are estimates (see ``gains``). ``gain``: by what share the tokens per second
+    """A change of a step that fits. Its figures are estimates (see ``changes``). ``gain``: by what share the tokens per second
     rise. ``at_most``: the figures are a bound, which only a plan with the change can tell more about."""
 
     what: str

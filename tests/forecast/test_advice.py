@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import mtcompile
+from mtcompile.forecast.changes import Work
 from mtcompile.forecast.result import Forecast
-from mtcompile.gains import Work
 from mtcompile.models.decoders import fake
 from mtcompile.models.shapes import Shape
 from mtcompile.passes.analysis.cost import Machine
