@@ -7,6 +7,7 @@
 # make fuzz    ten minutes of inputs that nobody wrote, for every reader of files (ARGS="--minutes 60")
 # make fuzz-loops  random training loops, each compared with plain PyTorch, until Ctrl-C (ARGS="--minutes 60")
 # make coverage  other people's models, plainly and compiled, into docs/coverage.md (ARGS="--only 'causal/*'"): hours
+# make docs    the documentation as a site, in build/site; a link that leads nowhere fails it
 # make gpu     on a GPU: its tests, fixtures and benchmark (ARGS="tests"), by GPU_PYTHON, whose torch sees it
 # make clean   remove what was built, .venv included
 #
@@ -42,7 +43,7 @@ PYTEST := $(KEPT) MT_CACHE=$$(mktemp -d) OMP_NUM_THREADS=1 $(BIN)/python -m pyte
 TYPES  := $(BIN)/mypy --cache-dir $(abspath $(VENV))/mypy-cache -p mtcompile | sed -E 's,^mtcompile/(passes|runtime)/,\1/,'
 BOUNDED := -o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true
 
-.PHONY: demo check test long soak big fuzz fuzz-loops coverage gpu env lint types clean
+.PHONY: demo check test long soak big fuzz fuzz-loops coverage docs gpu env lint types clean
 .DEFAULT_GOAL := check
 
 # Its matrices are small: a second thread mostly spins, and on a busy machine it slows every step down many times.
@@ -80,6 +81,12 @@ fuzz-loops: $(READY)
 coverage: $(READY)
 	@nice $(BIN)/python -m benchmarks.coverage --jobs $(JOBS) $(filter-out --compare,$(ARGS))
 
+# mkdocs-material needs nothing of mtcompile, and `make test` nothing of it. Not -q: it hides the warnings that strict mode counts.
+docs:
+	@test -x .venv-docs/bin/mkdocs || { $(PYTHON) -m venv .venv-docs && .venv-docs/bin/python -m pip --disable-pip-version-check -qq install \
+		"$$(sed -nE 's/^docs = \["(.*)"\].*/\1/p' pyproject.toml)"; }
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
 gpu:
 	@MT_CACHE=0 $(GPU_PYTHON) -m benchmarks.gpu $(filter-out --compare,$(ARGS))
 
@@ -105,5 +112,5 @@ types: $(READY)
 
 # Only the default environments: VENV may be one that was there before.
 clean:
-	rm -rf timeline*.html .venv .venv-torch-* build dist runtime/optim/*.so *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf timeline*.html .venv .venv-docs .venv-torch-* build dist runtime/optim/*.so *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,7 +5,9 @@ They are loaded with ctypes (runtime/optim/host_kernels.py, passes/planning/figu
 install inside the package. No flag is for the machine they are built on: update.c picks its vector width when it is loaded.
 """
 
+import re
 from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -34,10 +36,18 @@ class Build(build_ext):
 
 
 class Wheel(bdist_wheel):
-    """Names the wheel by its system alone: every Python 3 can load what is in it."""
+    """Names the wheel by its system alone: every Python 3 can load what is in it. On Linux, by the oldest glibc that has all
+    versions of symbols which the libraries name. Their other library, libgomp, comes with torch; without one, torch's
+    operations do the update."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return ("py3", "none", super().get_tag()[2])
+        system = super().get_tag()[2]
+        built = [path for path in map(Path, self.get_finalized_command("build_ext").get_outputs()) if path.is_file()]
+        named = [version for path in built for version in re.findall(rb"GLIBC_(\d+)\.(\d+)", path.read_bytes())]
+        if system.startswith("linux_") and named:  # none with another C library, or before they are built
+            major, minor = max((int(major), int(minor)) for major, minor in named)
+            system = system.replace("linux_", f"manylinux_{major}_{minor}_", 1)
+        return ("py3", "none", system)
 
 
 setup(

@@ -31,6 +31,7 @@ from mtcompile.execution.compiled import CompiledStep, compiled_step
 from mtcompile.execution.memory.beside import plan_beside
 from mtcompile.execution.memory.fragment_figures import cut_on_disk, streamed_whole, told_fragments, told_whole
 from mtcompile.execution.placement import Placement, RunnablePlacement
+from mtcompile.forecast.changes import LEAST_GAIN, Setting, can_be_joined, changes
 from mtcompile.kernels.measure import strides_on
 from mtcompile.kernels.same_bits import has_same_bits
 from mtcompile.kernels.toolchain import BuiltStep, Toolchain
@@ -45,7 +46,7 @@ from mtcompile.passes.cuts.form import Check, Form, cut_joint, first_form, in_ro
 from mtcompile.passes.cuts.fragments.cut import UNCUT, Cut, has_misplaced_fragments
 from mtcompile.passes.generators import python_rng_preserved
 from mtcompile.passes.joint.accumulate import repeat
-from mtcompile.passes.joint.batch.joining import Micro, joining_of
+from mtcompile.passes.joint.batch.joining import Micro, joining_of, micro_of
 from mtcompile.passes.joint.build import InputHomes, built_once
 from mtcompile.passes.joint.exceptions import Contract, contract
 from mtcompile.passes.joint.normalize import normalize
@@ -62,7 +63,7 @@ from mtcompile.passes.proof.same_computation import same_computation
 from mtcompile.passes.proof.schedule import Given, check_schedule
 from mtcompile.passes.registered import PassFailed, blaming
 from mtcompile.passes.rewrites.collectives import check_reads
-from mtcompile.passes.step_graph import fragments_of
+from mtcompile.passes.step_graph import copy_step, fragments_of
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import Schedule
 from mtcompile.runtime.verify import verify
@@ -88,7 +89,8 @@ class Searched(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Target:
     """The target that a step is compiled for. ``machine``: the speeds that plans assume. ``beside``: the number of further
-    forwards of the same step that may wait for their backward at once. ``searched``: plans found, by graphs' structures."""
+    forwards of the same step that may wait for their backward at once. ``searched``: plans found, by graphs' structures.
+    ``advised``: the changes whose gains were told."""
 
     options: Options
     device: Device
@@ -96,6 +98,7 @@ class Target:
     machine: Machine
     beside: int = 0
     searched: dict[bytes, Searched] = field(default_factory=dict)
+    advised: set[str] = field(default_factory=set)
 
     @property
     def pinned(self) -> bool:
@@ -141,6 +144,8 @@ def compile_step(captured: CapturedStep, target: Target, placement: RunnablePlac
             probing.join()
         compiled = built_step(best, captured.tangents, target, placement)
         if pinned == target.pinned:
+            if captured.tangents is not None and placement.is_advised():
+                progress.add(functools.partial(told_gains, joint, captured, best, target, placement))
             return compiled
         target = replace(target, machine=known_machine(target.device, target.options))
         warn_not_pinned(target.machine)
@@ -154,6 +159,29 @@ def built_step(best: PlannedStep, tangents: Tangents, target: Target, placement:
     placement.adopt(best.problem.step, built.planned)
     kernels = {**built.kernels, **placement.host_kernels(built.planned.step)}
     return compiled_step(tangents, built.planned, best.problem, kernels, best.joint.graph)
+
+
+def told_gains(
+    joint: fx.GraphModule, captured: CapturedStep, best: PlannedStep, target: Target, placement: RunnablePlacement
+) -> list[str]:
+    """Says what other options would gain in a planned step, unless all of it was told before."""
+    count = 1 if captured.micro is None else captured.micro.count
+    setting = Setting(
+        Candidates(best.problem),
+        best.planned,
+        best.problem.budgets,
+        count,
+        placement.may_update_in_backward(),
+        target.options.kernels == "eager",
+        lambda: can_be_joined(copied := copy_step(joint), micro_of(copied, 2 * count, target.options.precision.split)),
+    )
+    step_time_us = best.planned.plan.total_us
+    gaining = {each.what: each for each in changes(setting) if each.gain(step_time_us) >= LEAST_GAIN}
+    if gaining.keys() <= target.advised:
+        return []
+    target.advised.update(gaining)
+    best_first = sorted(gaining.values(), key=lambda each: -each.gain(step_time_us))
+    return ["what other options would gain, estimated:", *(f"  {each.told(step_time_us)}" for each in best_first)]
 
 
 def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:

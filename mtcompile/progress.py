@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from mtcompile import knobs
@@ -18,7 +18,7 @@ _REPEAT_S = 10.0  # between lines where nothing new is to be said
 @dataclass(slots=True)
 class _Work:
     """Work that may take long. ``activity``: what is being done now, and after a comma how far it is; "" while a step runs, of
-    which nothing is said. ``told``: what was said last."""
+    which nothing is said. ``told``: what was said last. ``closing``: give further lines for the end, if anything was said."""
 
     activity: str
     write: Callable[[str], object]
@@ -27,6 +27,7 @@ class _Work:
     told: str = ""
     spoke: bool = False
     ready_s: float | None = None
+    closing: list[Callable[[], Iterable[str]]] = field(default_factory=list)
 
     def watch(self) -> None:
         """Says what is being done, until the work has ended."""
@@ -43,6 +44,8 @@ class _Work:
         if self.spoke:
             seconds = time.monotonic() - self.began if self.ready_s is None else self.ready_s
             self.write(f"mtcompile: {word} after {seconds:.0f} s")
+            for line in (line for lines in self.closing for line in lines()):
+                self.write(f"mtcompile: {line}")
 
 
 _current: list[_Work] = []  # at most one: one model compiles at a time
@@ -90,6 +93,12 @@ def tell(activity: str) -> None:
         work = _current[0]
         work.activity = activity
         work.ready_s = None if activity else time.monotonic() - work.began
+
+
+def add(lines: Callable[[], Iterable[str]]) -> None:
+    """Adds lines to what is said when all is ready. They are made only if something took so long that it was told."""
+    if _current:
+        _current[0].closing.append(lines)
 
 
 def _write(line: str) -> None:

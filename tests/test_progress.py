@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 
 import mtcompile
 from mtcompile import progress
+from mtcompile.passes.analysis.cost import Machine
 
 ROOT = Path(__file__).parents[1]
 TOY = """
@@ -61,6 +63,26 @@ def test_a_deep_model_says_soon_what_it_does_and_can_be_interrupted() -> None:
     assert process.wait(60) in (0, -signal.SIGINT)
     assert any(line.startswith("mtcompile: ") for line in lines), lines
     assert "interrupted" in rest
+
+
+def test_a_first_step_that_takes_long_says_once_what_other_options_gain(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)
+    monkeypatch.setenv("MT_PROGRESS", "1")
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    slow_host = replace(Machine(), flops=1e9, host_gbps=0.5)
+    compiled = mtcompile.compile(model, memory="2MiB", optimizer=optimizer, device="cpu", throttle=slow_host)
+    told = []
+    for rows in (8, 8, 16):
+        compiled(torch.randn(rows, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(capsys.readouterr().err)
+    first, *later = ([line for line in text.splitlines() if " a step  " in line] for text in told)
+    assert any(line.endswith('  update="backward"') for line in first), told
+    assert not any(line in text for text in told[1:] for line in first) and not later[0], told
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from mtcompile.execution.memory import disk_room, fragments
 from mtcompile.execution.memory.host_room import check_plan, checked_before_first_step
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
+from mtcompile.optim.backward.checks import updates_by_parameter
 from mtcompile.optim.backward.update import UpdatesInBackward
 from mtcompile.optim.disk_state import PIECE, DiskState, OnDisk
 from mtcompile.optim.master_weights import Masters, cast
@@ -220,6 +221,12 @@ class ModelDoor(Door):
 
     def may_cut_weights(self) -> bool:
         return self.alone and (self.updating is None or is_elementwise(self.optimizer))
+
+    def is_advised(self) -> bool:
+        return self.alone
+
+    def may_update_in_backward(self) -> bool:
+        return self.updates is None and self.optimizer is not None and updates_by_parameter(self.optimizer)
 
     def fragments_begin(self) -> int:
         disk, parameters = self.options.disk, self.parameters

@@ -83,6 +83,14 @@ class RunnablePlacement(Placement, Protocol):
         """Puts parameters where a proven plan wants them, before it first runs."""
         return
 
+    def is_advised(self) -> bool:
+        """Tells whether its user is told what other options would gain."""
+        return False
+
+    def may_update_in_backward(self) -> bool:
+        """Tells whether updates that run after the backward could run in it."""
+        return False
+
     def host_kernels(self, step: fx.GraphModule) -> Mapping[str, Any]:
         """Returns the kernels of instructions that are not regions: updates and conversions."""
 

@@ -78,6 +78,7 @@ class Session:
         throttle = None if options.throttle is None else door.share_of(self.machine)
         self.runner = Runner(device, frames, self.arenas, parameters, weakref.proxy(self), throttle)
         self._searched: dict[Hashable, dict[bytes, Searched]] = {}  # by what plans depend on beside the step
+        self._advised: set[str] = set()  # changes of options whose gains were told
         self.closed = False
         self._watchdog = Watchdog()
         self.planning = threading.RLock()  # held while a plan is made: plans of one step share what is known of it
@@ -218,7 +219,7 @@ class Session:
         self.door.before_planning()
         self.machine = self.door.share_of(known_machine(self.device, self.options))
         searched = self._searched.setdefault(self.door.plan_key(), {})
-        target = Target(self.options, self.device, self.toolchain, self.machine, beside, searched)
+        target = Target(self.options, self.device, self.toolchain, self.machine, beside, searched, self._advised)
         planning = progress.doing(f"planning {self.title or 'a graph'}")
         with self.planning, planning, collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):
             try:

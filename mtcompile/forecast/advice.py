@@ -24,7 +24,7 @@ from mtcompile.forecast.request import (
     with_disk,
 )
 from mtcompile.forecast.run_cost import told_run
-from mtcompile.optim.backward.checks import check_optimizer
+from mtcompile.optim.backward.checks import updates_by_parameter
 from mtcompile.optim.state_sizes import FORECAST_STATES, optimizer_named, state_copies, streamed_copies, update_workspace
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
 from mtcompile.passes.plan import Plan, Updates
@@ -53,14 +53,12 @@ def _updating(request: ForecastRequest, budgets: Budgets) -> Budgets:
     return replace(budgets, updates=Updates(budgets.state_copies, workspace, checked=True, streamed=streamed))
 
 
-def updates_by_parameter(request: ForecastRequest) -> bool:
+def may_update_in_backward(request: ForecastRequest) -> bool:
     """Tells whether the optimizer can update parameters in the backward."""
     if request.make_optimizer is None:
         return True
-    with suppress(TypeError), without_memory():
-        check_optimizer(request.make_optimizer([nn.Parameter(torch.empty(2, 2))]))
-        return True
-    return False
+    with without_memory():
+        return updates_by_parameter(request.make_optimizer([nn.Parameter(torch.empty(2, 2))]))
 
 
 def ways_on_host(request: ForecastRequest, sized: SizedStep, budgets: Budgets, error: DoesNotFit) -> list[str]:
@@ -92,7 +90,7 @@ def _savings(request: ForecastRequest, sized: SizedStep, budgets: Budgets) -> It
     """Yields the changes that leave less on the host, at most one of each kind."""
     problem = replace(sized.candidates.problem, budgets=budgets)
     trains = any(trained_nbytes(problem.step).values())
-    backward = budgets.updates is None and trains and updates_by_parameter(request)
+    backward = budgets.updates is None and trains and may_update_in_backward(request)
     also = ' with update="backward"' if backward else ""
     if backward:
         yield Change('update="backward"', lambda: replace(problem, budgets=_updating(request, budgets)))
@@ -105,9 +103,14 @@ def _savings(request: ForecastRequest, sized: SizedStep, budgets: Budgets) -> It
         yield Change(f"lora={_LORA_RANK}", lambda: sized_step(adapters, *sized.size).candidates.problem)
     if budgets.disk is None and (not trains or backward or budgets.updates is not None):
         updating = _updating(request, budgets) if backward else budgets
-        nbytes = request.machine.disk_nbytes or sum(held_nbytes(problem.step, budgets, "host").values()) * 2
-        on_disk = replace(request, budgets=with_disk(updating, nbytes, request.precision))
-        yield Change(f"disk={also}", lambda: in_form(on_disk, sized, sized.joint.form).candidates.problem)
+        yield Change(f"disk={also}", lambda: disk_problem(request, sized, updating))
+
+
+def disk_problem(request: ForecastRequest, sized: SizedStep, budgets: Budgets) -> PlanningProblem:
+    """Returns the problem of the same step with a disk of the machine's size."""
+    nbytes = request.machine.disk_nbytes or sum(held_nbytes(sized.candidates.problem.step, budgets, "host").values()) * 2
+    on_disk = replace(request, budgets=with_disk(budgets, nbytes, request.precision))
+    return in_form(on_disk, sized, sized.joint.form).candidates.problem
 
 
 def _disk_speeds(request: ForecastRequest) -> str:

@@ -15,13 +15,12 @@ from torch import fx, nn
 from mtcompile import cache, knobs
 from mtcompile.capture.joint import trace_settings
 from mtcompile.capture.recording.joint import NotRecorded
-from mtcompile.capture.refusals import in_micro_batches
 from mtcompile.capture.stamping.blocks import FEWEST
 from mtcompile.capture.tracing import record_joint, trace_joint
 from mtcompile.compiler import JointStep, planning_problem, rewrite_joint
 from mtcompile.distributed.layout import ALONE, RankLayout
-from mtcompile.errors import CaptureError
 from mtcompile.execution.memory.fragments import homes_off_device
+from mtcompile.forecast.changes import can_be_joined
 from mtcompile.models.decoders import fake
 from mtcompile.models.lora import add_lora
 from mtcompile.models.shapes import SHAPES, Shape
@@ -33,7 +32,7 @@ from mtcompile.passes.analysis.kernels import Shared
 from mtcompile.passes.analysis.state import Budgets, is_trained, with_parts
 from mtcompile.passes.cuts.form import Allowed, Form, first_form, in_rows, small_head
 from mtcompile.passes.cuts.fragments.cut import UNCUT, homes_between
-from mtcompile.passes.joint.batch.joining import Micro, joining_of
+from mtcompile.passes.joint.batch.joining import Micro, micro_of
 from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.planner import homes_of_rows
@@ -183,12 +182,7 @@ def may_accumulate(request: ForecastRequest, sized: SizedStep) -> bool:
     """Tells whether twice as many micro-batches of the size that was captured make a batch twice as large."""
     if isinstance(request.model, str):  # one of ours
         return True
-    with contextlib.suppress(CaptureError):
-        micro = _micro(sized.captured, replace(request, accumulate=2 * request.accumulate))
-        with in_micro_batches(micro):
-            joining_of(sized.captured, micro)
-        return True
-    return False
+    return can_be_joined(sized.captured, _micro(sized.captured, request, 2 * request.accumulate))
 
 
 def _in_form(
@@ -204,7 +198,7 @@ def _in_form(
 
 
 def _rewritten(request: ForecastRequest, captured: fx.GraphModule, form: Form, shared: Shared) -> JointStep:
-    micro = _micro(captured, request) if request.accumulate > 1 else None
+    micro = _micro(captured, request, request.accumulate) if request.accumulate > 1 else None
     return rewrite_joint(captured, request.precision, False, form, micro, shared)
 
 
@@ -227,13 +221,8 @@ def budgets_of(request: ForecastRequest, sized: SizedStep) -> Budgets:
     return replace(sized.candidates.problem.budgets, device=request.budgets.device, host=request.budgets.host)
 
 
-def _micro(joint: fx.GraphModule, request: ForecastRequest) -> Micro:
-    """Splits all inputs whose first dimension is the batch into the requested number of micro-batches."""
-    taken = [(spec, node.meta["val"]) for spec, node in inputs_of(joint) if spec.role not in ("tangent", "constant")]
-    batch = max((val.shape[0] for spec, val in taken if spec.role == "input" and val.dim()), default=1)
-    split = tuple(spec.index for spec, val in taken if spec.role == "input" and val.dim() and val.shape[0] == batch)
-    inputs = 1 + max(spec.index for spec, _ in taken)
-    return Micro(request.accumulate, split, inputs, request.precision.split, request.ranks.count > 1)
+def _micro(joint: fx.GraphModule, request: ForecastRequest, count: int) -> Micro:
+    return micro_of(joint, count, request.precision.split, request.ranks.count > 1)
 
 
 def _captured(request: ForecastRequest, batch: int, seq: int) -> tuple[fx.GraphModule, Mapping[str, Any]]:

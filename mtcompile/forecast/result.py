@@ -30,20 +30,21 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change of a step that fits. Its figures are estimates (see ``gains``). ``gain``: by what share the tokens per second
-    rise; ``run``: the costs of a run with it, without what it writes to a drive."""
+    """A change of a step that fits. Its figures are estimates (see ``changes``). ``gain``: by what share the tokens per second
+    rise. ``at_most``: the figures are a bound, which only a plan with the change can tell more about. ``run``: the costs of a
+    run with it, without what it writes to a drive."""
 
     what: str
     step_time_us: float
     tokens_per_s: float
     gain: float
+    at_most: bool = False
     run: RunCost | None = None
 
     def __str__(self) -> str:
-        gain, step = f"+{self.gain:.0%}", f"{time_of(self.step_time_us)} a step"
-        return f"{gain:>6}  {step:>15}  {self.tokens_per_s:>8,.0f} tokens/s  {self.what}" + (
-            f": {self.run}" if self.run else ""
-        )
+        gain, step = f"{'≤' if self.at_most else ''}+{self.gain:.0%}", f"{time_of(self.step_time_us)} a step"
+        told = f"{gain:>6}  {step:>15}  {self.tokens_per_s:>8,.0f} tokens/s  {self.what}"
+        return told if self.run is None else f"{told}: {self.run}"
 
 
 @dataclass(frozen=True, slots=True)

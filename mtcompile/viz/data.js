@@ -122,7 +122,9 @@ function unpackTrace(trace) {
 const largest = (numbers) => numbers.reduce((most, number) => Math.max(most, number), 0);
 
 const TRACES = P.traces.map(unpackTrace);
-const END = largest(TRACES.map((trace) => trace.last));
+// What is predicted ends with the update that follows the backward; what was measured has no record of it.
+const updateOf = (trace) => (trace.source === "predicted" ? P.update_us : 0);
+const END = largest(TRACES.map((trace) => trace.last + updateOf(trace)));
 
 // What search looks through, of each instruction and each value.
 const VALUE_TEXT = V.name.map((name, v) => `${name} ${V.alias[v]}`.toLowerCase());

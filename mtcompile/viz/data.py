@@ -70,7 +70,7 @@ def picture(
 
     Beside what was ``measured``, that is what the simulator predicts (for a schedule that runs ahead, of a step that follows
     another one). ``names``: value -> the user's name for it. ``plan`` is shown as it prints; the header has its step time and
-    its certificate."""
+    its certificate, and what optimizer.step() adds is drawn after what the simulator predicts."""
     predicted = simulate(schedule)
     if schedule.run_ahead:
         predicted = simulate(schedule, predicted)
@@ -85,6 +85,7 @@ def picture(
         "title": title,
         "plan": "" if plan is None else str(plan),
         "step": _step(plan, traces),
+        "update_us": plan.update_us if isinstance(plan, Plan) else 0.0,
         "bound": plan.certificate.of(plan.total_us) if isinstance(plan, Plan) and plan.certificate else "",
         "run_ahead": schedule.run_ahead,
         "queues": [queue for queue in QUEUES if any(i.queue == queue for i in instructions)],
@@ -116,11 +117,11 @@ def picture(
 
 
 def _step(plan: object, traces: Sequence[Mapping[str, Any]]) -> str:
-    """Says how long a step takes, by the plan. What is drawn may be shorter: a schedule has no update after the backward."""
+    """Says how long a step takes, by the plan. A schedule has no update after the backward."""
     drawn = ", ".join(f"{time_of(trace['span_us'])} {trace['source']}" for trace in traces)
     if not isinstance(plan, Plan) or not traces or abs(plan.total_us - traces[0]["span_us"]) < _SAME * plan.total_us:
         return drawn
-    return f"{time_of(plan.total_us)} a step planned; forward and backward, as drawn: {drawn}"
+    return f"{time_of(plan.total_us)} a step planned, {time_of(plan.update_us)} of it for optimizer.step(); the rest: {drawn}"
 
 
 def _trace(schedule: Schedule, trace: Trace) -> dict[str, Any]:

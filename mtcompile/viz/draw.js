@@ -73,6 +73,7 @@ function drawNow() {
   rect(C.paper, 0, 0, width, height);
   drawGrid();
   clipped(() => rows.forEach((row) => (row.queue ? drawLane(row) : drawTier(row))));
+  clipped(() => shown().forEach(drawUpdate));
   clipped(() => mt.selected && drawSelected());
   rows.forEach(drawName);
   drawOverview();
@@ -186,6 +187,25 @@ function drawLane(row) {
       ctx.globalAlpha = 1;
     });
     drawTicks(lane, y + h + 1);
+  }
+}
+
+// The update after the backward, over all lanes: which of them it takes, the user's optimizer decides.
+function drawUpdate(trace) {
+  const us = updateOf(trace), lanes = rows.filter((row) => row.queue);
+  if (!us || !lanes.length) return;
+  const y = lanes[0].y, end = lanes[lanes.length - 1];
+  const x = Math.max(xOf(trace.last), GUTTER), w = xOf(trace.last + us) - x;
+  if (w <= 0) return;
+  ctx.globalAlpha = 0.35;
+  rect(C.pink, x, y, Math.max(1, w), end.y + end.h - y);
+  ctx.globalAlpha = 1;
+  mt.boxes++;
+  for (const words of [`optimizer.step(), ${timeText(us)}`, "step()"]) {
+    ctx.font = FONT;
+    if (ctx.measureText(words).width + 12 > w) continue;
+    put(words, x + 6, y + 10, C.ink);
+    return;
   }
 }
 

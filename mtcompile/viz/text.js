@@ -103,10 +103,10 @@ function showMoment({ tier, us, series }) {
 }
 
 function showLegend() {
-  const used = new Set([...I.paint.filter((_, i) => isWork(i)).map(paintOf), ...shown().flatMap((trace) => TIERS.flatMap((tier) => trace.memory[tier].colours))]);
+  const used = new Set([...I.paint.filter((_, i) => isWork(i)).map(paintOf), ...shown().flatMap((trace) => TIERS.flatMap((tier) => trace.memory[tier].colours)), ...shown().filter(updateOf).map(() => "update")]);
   if (used.has("state") && used.has("update")) used.delete("state");
   const slots = shown().some((trace) => TIERS.some((tier) => trace.memory[tier].series.some((pair) => pair[0] === "slot")));
-  const words = (paint) => (paint === "update" && I.paint.includes("update") ? "updates, optimizer state" : PAINTS[paint][2]);
+  const words = (paint) => (paint === "update" && (P.update_us || I.paint.includes("update")) ? "updates, optimizer state" : PAINTS[paint][2]);
   const marks = Object.keys(PAINTS).filter((paint) => used.has(paint)).map((paint) => make("span", {}, swatch(paint), words(paint)));
   const striped = make("i", { class: "swatch striped", style: "background-color: var(--grey)" });
   byId("legend").replaceChildren(...marks, slots ? make("span", {}, striped, "in memory: a slot of the arena") : "",

@@ -138,17 +138,20 @@ def test_updates_are_judged_by_the_faster_copy_and_by_torchs_per_parameter() -> 
 
 
 def test_what_fits_says_a_speed_or_what_is_short() -> None:
+    h100, rtx4090 = fits.Column("h100-sxm", 200), fits.Column("rtx4090", 64)
     figures = {"parameters": 7 * 10**9, "tokens": 8192, "state_bytes": 1, "budget_bytes": {}, "minimum_device_bytes": 0}
     peaks = {"device": 10**9, "host": 90 * 10**9}
     forecast = Forecast("qwen2.5-7b", "h100", True, peak_bytes=peaks, tokens_per_s=1234.5, **figures)
-    fitting = fits.cell(forecast, "qwen2.5-7b", "h100-sxm", batch=2)
+    fitting = fits.cell(forecast, "qwen2.5-7b", h100, batch=2)
     assert str(fitting) == "1,234 tokens/s, batch 2" and fitting.ram_bytes == 94 * 10**9
     short = replace(forecast, feasible=False, short_bytes=30 * 10**9 + 1)
-    more_ram = fits.cell(short, "qwen2.5-7b", "rtx4090", batch=1)
+    more_ram = fits.cell(short, "qwen2.5-7b", rtx4090, batch=1)
     assert more_ram.batch == 0 and str(more_ram) == "needs 95 GB of RAM"
-    leanest = fits.cell(replace(short, minimum_device_bytes=25 * 10**9), "qwen2.5-7b", "rtx4090", batch=1)
+    leanest = fits.cell(replace(short, minimum_device_bytes=25 * 10**9), "qwen2.5-7b", rtx4090, batch=1)
     assert str(leanest) == "needs 25 GB of device memory"
-    text = fits.table([fitting, replace(more_ram, machine="rtx4090")], "0123456789abcdef")
+    slow = replace(short, refusal="a step takes 90 times what it would without the disk")
+    assert str(fits.cell(slow, "llama-70b", fits.Column("rtx4090", 64, disk_gb=2000), batch=1)) == "the disk is too slow"
+    text = fits.table([fitting, more_ram], "0123456789abcdef")
     assert "Predicted, not measured" in text and "Commit 012345678." in text
     assert "| qwen2.5-7b, 7.0B | 1,234 tokens/s, batch 2 | needs 95 GB of RAM |" in text
     assert set(fits.MODELS) <= set(SHAPES)

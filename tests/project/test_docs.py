@@ -55,6 +55,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_site_lists_every_page_once() -> None:
+    listed = re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
 @pytest.mark.slow
 def test_the_pass_of_the_page_runs_and_does_what_it_says() -> None:
     torch.compiler.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -137,6 +138,24 @@ def test_the_wheel_holds_every_module_once_the_timeline_the_c_libraries_and_no_o
     assert {*built} == libraries or not shutil.which("gcc") or sys.platform != "linux", "gcc is here, and did not build both"
     program = "import mtcompile.passes, mtcompile.runtime; print(mtcompile.runtime.__file__)"
     assert output_of(program, wheel, tmp_path).startswith(str(wheel))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or not shutil.which("objdump"), reason="needs glibc and objdump")
+def test_the_wheel_is_for_the_oldest_glibc_that_has_what_its_libraries_need(wheel: Path, tmp_path: Path) -> None:
+    needed, links = set[tuple[int, ...]](), set[str]()
+    with zipfile.ZipFile(wheel) as archive:
+        for name in (name for name in archive.namelist() if name.endswith(".so")):
+            told = output_of_command("objdump", "-T", "-p", archive.extract(name, tmp_path))
+            needed |= {tuple(map(int, version.split("."))) for version in re.findall(r"GLIBC_([\d.]+)", told)}
+            links |= {link.partition(".so")[0] for link in re.findall(r"NEEDED +(\S+)", told)}
+    major, minor, *_ = max(needed)
+    assert wheel.name.endswith(f"-py3-none-manylinux_{major}_{minor}_{platform.machine()}.whl")
+    assert links <= {"libc", "libm", "libpthread", "libgomp", "libomp"}  # the last two: without, torch's operations update
+
+
+def output_of_command(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.slow

@@ -198,18 +198,30 @@ def test_the_header_says_how_near_the_bound_a_plan_is() -> None:
 
 
 def test_the_header_has_the_step_time_of_the_plan() -> None:
-    """What is drawn has no update after the backward; the header says both, and the plan's first."""
+    """A schedule has no update after the backward; the header says how long both take, and the page draws it behind."""
     (predicted,) = data.picture(training())["traces"]
     span = predicted["span_us"]
     assert data.picture(training())["step"] == f"{time_of(span)} predicted"
     assert data.picture(training(), plan=Plan(step_time_us=span))["step"] == f"{time_of(span)} predicted"
     longer = Plan(step_time_us=span, update_us=span)
-    told = f"{time_of(2 * span)} a step planned; forward and backward, as drawn: {time_of(span)} predicted"
+    told = (
+        f"{time_of(2 * span)} a step planned, {time_of(span)} of it for optimizer.step(); the rest: {time_of(span)} predicted"
+    )
     assert data.picture(training(), plan=longer)["step"] == told
+    assert shown(page.html(data.picture(training(), plan=longer)))["update_us"] == span
+    assert data.picture(training())["update_us"] == 0.0
     both = data.picture(training(), measured=measured(training()), plan=longer)
     assert both["step"] == f"{told}, {time_of(both['traces'][1]['span_us'])} measured"
     text = page.html(data.picture(training(), plan=longer))
     assert shown(text)["step"] == told and "steps = P.step" in text
+
+
+def test_the_headers_lines_wrap_and_are_not_cut() -> None:
+    """At 1280 px the tools leave them about 500, less than a plan's title and facts take."""
+    css = (Path(page.__file__).parent / "page.css").read_text()
+    rules = dict(re.findall(r"^([^{}@\n]+) \{([^}]*)\}", css, re.M))
+    for line in ("h1", "#facts, #bound", "header .name"):
+        assert not re.search(r"nowrap|ellipsis|overflow: hidden|height", rules[line]), line
 
 
 @pytest.mark.slow

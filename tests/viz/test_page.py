@@ -33,6 +33,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "small": write(small, folder / "small.html", title="small", names={"p1": "layers.1.weight"}),
         "both": write(small, folder / "both.html", title="both", measured=measured(small)),
         "bounded": write(small, folder / "bounded.html", plan=Plan(step_time_us=110.0, certificate=Certificate(100.0))),
+        "updated": write(small, folder / "updated.html", plan=Plan(step_time_us=100.0, update_us=50.0), title="updated " * 20),
         "large": write(large, folder / "large.html", title="large"),
     }
 
@@ -249,6 +250,23 @@ def test_the_header_says_how_near_the_bound_a_plan_is(page: Page, files: dict[st
     assert told in page.value("document.getElementById('summary').textContent")
     page.open(files["small"])
     assert page.value("document.getElementById('bound').hidden") is True
+
+
+def test_the_header_is_not_cut_at_1280_pixels(page: Page, files: dict[str, Path]) -> None:
+    page.call("Emulation.setDeviceMetricsOverride", width=1280, height=800, deviceScaleFactor=1, mobile=False)
+    page.open(files["updated"])
+    lines = "[...document.querySelectorAll('header h1, #facts, #bound')]"
+    assert page.value(f"{lines}.every((line) => line.scrollWidth <= line.clientWidth)") is True
+    page.call("Emulation.clearDeviceMetricsOverride")
+
+
+def test_updates_after_the_backward_are_drawn(page: Page, files: dict[str, Path]) -> None:
+    def pale_pink(name: str) -> int:
+        page.open(files[name])
+        parts = ((bytes.fromhex(colour), count) for colour, count in colours(page, "row.queue").items())
+        return sum(count for (red, green, blue), count in parts if red > 220 and red - green > 24 and 12 < blue - green < 24)
+
+    assert pale_pink("updated") > 200 and pale_pink("small") == 0
 
 
 def test_predicted_and_measured_are_shown_together_or_one_by_one(page: Page, files: dict[str, Path]) -> None:

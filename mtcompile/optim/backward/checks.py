@@ -24,10 +24,15 @@ _BY_PARAMETER = (
 )
 
 
+def updates_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """Tells whether an optimizer's update of a parameter reads nothing of another one."""
+    return any(type(optimizer) is getattr(torch.optim, name, None) for name in _BY_PARAMETER)
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise TypeError for a class that looks at several parameters at once, or that is not torch's."""
     kind = type(optimizer)
-    if not any(kind is getattr(torch.optim, name, None) for name in _BY_PARAMETER):
+    if not updates_by_parameter(optimizer):
         raise TypeError(
             f'expected one of torch.optim.{", ".join(_BY_PARAMETER)} with update="backward", found '
             f'{kind.__module__}.{kind.__name__}: its update may need all gradients at once. Use update="step"'

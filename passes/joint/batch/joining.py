@@ -46,6 +46,14 @@ class Micro:
         return replace(spec, index=self.index(spec.index, micro), name=name)
 
 
+def micro_of(joint: fx.GraphModule, count: int, wide: bool = False, alike: bool = False) -> Micro:
+    """Returns ``count`` micro-batches as large as a captured one: all inputs whose first dimension is the batch are split."""
+    taken = [(spec, node.meta["val"]) for spec, node in inputs_of(joint) if spec.role not in ("tangent", "constant")]
+    batch = max((val.shape[0] for spec, val in taken if spec.role == "input" and val.dim()), default=1)
+    split = tuple(spec.index for spec, val in taken if spec.role == "input" and val.dim() and val.shape[0] == batch)
+    return Micro(count, split, 1 + max(spec.index for spec, _ in taken), wide, alike)
+
+
 @dataclass(frozen=True, slots=True)
 class Joining:
     """How what micro-batches return is put together, by output index: the ``weights`` of each loss; the ``dims`` along which
