@@ -167,7 +167,7 @@ def test_what_the_host_has_cast_waits_there_for_the_backward(update: str, monkey
     bound = adamw(plain.parameters())
     with pytest.raises(mtcompile.BudgetError) as refused:  # kernels of other processors need more or less beside their operands
         compiled(model=Halved(), memory="16KiB", update=update)[0](x)
-    model, optimizer = compiled(model=Halved(), memory=refused.value.minimum_bytes + 4096, update=update)
+    model, optimizer = compiled(model=Halved(), memory=refused.value.minimum_bytes, update=update)
     for _ in range(3):
         wanted, found = plain(x), model(x)
         for loss, of, own in ((wanted, plain, bound), (found, model, optimizer)):
@@ -180,7 +180,7 @@ def test_what_the_host_has_cast_waits_there_for_the_backward(update: str, monkey
         assert torch.equal(wanted, found)
     assert same(state(plain, bound), state(model, optimizer))
     instructions = model.schedule.instructions
-    assert len(waiting(instructions)) >= 4
+    assert waiting(instructions)  # how many differs with the workspace of a processor's kernels
     sent = [i for i in instructions if i.queue == "d2h" and i.phase == "forward"]
     assert all(nbytes != 2 * 64 * 64 for i in sent for nbytes in (model.schedule.buffers[name].nbytes for name in i.reads))
     report = model.memory_report()
