@@ -159,7 +159,11 @@ def test_solving_finds_the_largest_size_that_fits(solve: str, memory: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"run_ahead": True, "precision": "bf16-master32"}], ids=["plain", "masters"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"run_ahead": True, "precision": "bf16-master32"}, marks=pytest.mark.long)],
+    ids=["plain", "masters"],
+)
 def test_solving_counts_what_updates_in_the_backward_need(options: dict[str, Any]) -> None:
     asked = {"seq": 64, "memory": "3MiB", "machine": Machine(), "update": "backward", "effort": "quick", **options}
     forecast = mtcompile.plan("small", **asked, solve="batch")

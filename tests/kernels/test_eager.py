@@ -76,7 +76,7 @@ def test_a_kernel_whose_results_hold_more_than_declared_is_measured_whole(monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inductor", [False, True])
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_plan_whose_kernels_need_more_than_it_was_made_with_is_made_again(
     inductor: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
