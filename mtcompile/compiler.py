@@ -298,8 +298,7 @@ def fastest_form(joint: fx.GraphModule, captured: CapturedStep, target: Target, 
             of_head = (
                 told_head(joint, forms.limits.device) if options.loss_chunks == "auto" and refused.tier == "device" else []
             )
-            others = ["forms of the step that were not planned may need less"] if compared.may_need_less else []
-            told = "\n  ".join([str(refused), *others, *of_head])
+            told = "\n  ".join([str(refused), *of_head])
             raise BudgetError(told, refused.minimum_bytes, refused.tier) from None
         return fastest_form(joint, captured, target, placement)
     best = forms.planned[compared.best[0]]

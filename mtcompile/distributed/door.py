@@ -338,7 +338,7 @@ class RanksDoor(ModelDoor):
     def refusal(self, error: DoesNotFit) -> BudgetError:
         if error.tier == "host":  # of which each rank has a part
             causes = tuple((what, nbytes * self.ranks_here) for what, nbytes in error.causes)
-            error = DoesNotFit(error.tier, error.minimum * self.ranks_here, causes, error.at_most)
+            error = DoesNotFit(error.tier, error.minimum * self.ranks_here, causes)
         return super().refusal(error)
 
     def share_of(self, machine: Machine) -> Machine:

@@ -168,7 +168,7 @@ def budget_error(
     minimum = error.minimum + reserved_nbytes
     meant = f'; {name}={budget} is so many bytes: did you mean "{budget}GiB"?' if 0 < budget < FEWEST else ""
     return BudgetError(
-        f"no plan fits {name}={gib(budget)}{beside}: the smallest {name} that works is {error.qualifier}{minimum} bytes "
+        f"no plan fits {name}={gib(budget)}{beside}: the smallest {name} that works is at most {minimum} bytes "
         f"({gib(minimum)}); the largest parts of it are\n{largest}\n"
         f"  pass {name}={minimum} or more, or a smaller batch or sequence{meant}" + (f"\n  or {why}" if why else ""),
         minimum,

@@ -227,7 +227,7 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
     short = minimum - limit * ranks.get(tier, 1)
     parts = ", ".join(f"{what} {gib(nbytes)}" for what, nbytes in error.causes)
     if tier != "device" and budgets.disk is not None:
-        ways = [f"{tier} memory of {error.qualifier}{gib(minimum)} ({minimum} bytes)"]
+        ways = [f"{tier} memory of at most {gib(minimum)} ({minimum} bytes)"]
         if not budgets.disk_updates:
             what = 'update="backward"' if budgets.updates is None else "an elementwise optimizer, such as AdamW"
             ways.append(f"{what}: weights that train may then go to disk, with their state")
@@ -237,7 +237,7 @@ def _refused(request: ForecastRequest, sized: SizedStep, unplanned: Forecast, bu
     if not within.missing(leanest := candidates.leanest(other, within)):
         more = leanest.peak_bytes[other] * ranks.get(other, 1)
         ways.append(f"{other} memory of {gib(more)} ({more} bytes) takes what the {tier} cannot")
-    needed = f"{tier} memory of {error.qualifier}{gib(minimum)} ({minimum} bytes)"
+    needed = f"{tier} memory of at most {gib(minimum)} ({minimum} bytes)"
     ways.append(needed + _time_with_more(request, sized, budgets, error))
     if tier == "host":
         return replace(unplanned, short_bytes=short, ways_out=tuple(ways))

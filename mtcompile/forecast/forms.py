@@ -94,11 +94,7 @@ def planned_form(request: ForecastRequest, forms: StepForms) -> tuple[SizedStep,
     """Returns the step in the form that is fastest within the request's budgets, with its plan; where none fits, in that which
     needs least, with the refusal."""
     compared = fastest_form(_Forms(request, forms), request.allowed(forms.first.captured))
-    if (best := compared.told()) is not None:
-        return best
-    sized, error = compared.refusal
-    error.at_most = error.at_most or compared.may_need_less
-    return sized, error
+    return compared.told() or compared.refusal
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,13 +90,6 @@ class Comparison(Generic[S]):
         """The form with the smallest way to go, with its refusal."""
         return min(self.refused, key=lambda refused: way_to_go(refused[1].tier, refused[1].minimum))
 
-    @property
-    def may_need_less(self) -> bool:
-        """True if forms were left out that may have a smaller way to go than the ``refusal``."""
-        refusal = self.refusal[1]
-        left = bool(self._chains) or any(self._may_need_less(form.candidates, refusal) for form in self._open)
-        return left and refusal.tier != "disk"
-
     def bound_us(self, form: S, inside: bool = True) -> float:
         """Returns the µs of the fastest plan that a form could have within the limits; infinite if there can be none.
         ``inside``: False for finer forms too."""

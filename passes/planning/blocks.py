@@ -9,10 +9,10 @@ from typing import Literal, get_args
 from torch import fx
 
 from mtcompile.passes.analysis.cost import Machine
-from mtcompile.passes.analysis.saved import crossing_values, made_again_inside, saved_values
+from mtcompile.passes.analysis.saved import crossing_values, saved_values
 from mtcompile.passes.plan import Choice, Decision, Kind, Plan
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.planning.variants import Variant, fused_variant, save_all, thinned, trade_off
+from mtcompile.passes.planning.variants import Variant, fused_variant, likeness, save_all, thinned, trade_off
 from mtcompile.passes.step_graph import regions, results
 
 WaitKind = Literal["return", "gradients"]
@@ -121,8 +121,7 @@ def blocks_of(step: fx.GraphModule, machine: Machine) -> list[Block]:
     blocks, shared = [], {}
     for region in regions(step):
         if region.meta["phase"] == "forward":
-            key = (region.target, *(tuple(int(v.args[1]) for v in of(region)) for of in (saved_values, made_again_inside)))
-            if key not in shared:
+            if (key := likeness(region)) not in shared:
                 hull = trade_off(step, region, machine)
                 shared[key] = thinned(hull), hull
             index = region.meta["block"]

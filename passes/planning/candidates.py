@@ -59,7 +59,6 @@ class Candidates:
         self._figures: dict[Hashable, Figures] = {}
         self._paces: dict[Hashable, Updates | None] = {}
         self._found: dict[Limits, list[Plan]] = {}  # by searches, the best first
-        self._cut_short = set[Limits]()  # of searches for the leanest plan that ended before their moves did
 
     @classmethod
     def like(cls, known: Candidates, problem: PlanningProblem) -> Self:
@@ -335,7 +334,7 @@ class Candidates:
         if all(limits.missing(plan) for plan in starts):
             starts.append(self._least_within(limits))
         about = self.effort, self._regions, lambda: self._bound_us(limits)
-        found = [climb.best for climb in searched(starts, limits, ways, self._within(limits), *about)]
+        found = searched(starts, limits, ways, self._within(limits), *about)
         return [self._with_casts(found[0], limits), *found] if self._casts else found
 
     @cached_property
@@ -376,13 +375,10 @@ class Candidates:
             if within.device is not None and all(plan.peak_bytes["device"] > within.device for plan in starts):
                 starts.append(self.leanest())
             effort = self.effort._replace(evaluations=int(_LEANEST * self.effort.evaluations))
-            climbs = searched(starts, limits, ways, evaluate, effort, self._regions, lambda: 0.0)
-            found = [climb.best for climb in climbs]
+            found = searched(starts, limits, ways, evaluate, effort, self._regions, lambda: 0.0)
             if self._casts:  # not climbed from, as they take long to evaluate
                 found += [evaluate(plan.changed(narrow=True)) for plan in (*starts, found[0])]
             self._found[limits] = sorted(found, key=lambda plan: order(plan, limits))
-            if climbs[0].remaining <= 0 or self._found[limits][0].narrow:
-                self._cut_short.add(limits)
         return self._found[limits][0]
 
     def _refusal(self, limits: Limits) -> DoesNotFit:
@@ -394,17 +390,17 @@ class Candidates:
                 least = self.leanest(tier, known)
                 known = known._replace(**{tier: limits.nbytes[tier]})
                 if missing := known.missing(least):
-                    return self._short(self.evaluate(least), next(iter(missing)), bool(self._cut_short))
+                    return self._short(self.evaluate(least), next(iter(missing)))
         nearest = self._searched(limits)[0]
-        return self._short(self.evaluate(nearest), next(iter(limits.missing(nearest))), True)
+        return self._short(self.evaluate(nearest), next(iter(limits.missing(nearest))))
 
     def _least_within(self, limits: Limits) -> Plan:
         """Returns the plan that needs least of the host within the other limits, or, without a limit on the host, least of the
         device."""
         return self.leanest() if limits.host is None else self.leanest("host", limits._replace(host=None))
 
-    def _short(self, candidate: Candidate, tier: str, at_most: bool = False) -> DoesNotFit:
-        error = shortfall(candidate, tier, self.problem.step, at_most)
+    def _short(self, candidate: Candidate, tier: str) -> DoesNotFit:
+        error = shortfall(candidate, tier, self.problem.step)
         if self.problem.budgets.disk is not None and tier == "host":
             error.causes = causes(self.problem, candidate.plan, error)
         return error

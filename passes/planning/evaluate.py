@@ -118,11 +118,11 @@ def _lowered(problem: PlanningProblem, step: fx.GraphModule, plan: Plan) -> Sche
         return lower_without_deps(step, plan, problem.machine, persistent, problem.workspace)
 
 
-def shortfall(candidate: Candidate, tier: str, step: fx.GraphModule, at_most: bool = False) -> DoesNotFit:
+def shortfall(candidate: Candidate, tier: str, step: fx.GraphModule) -> DoesNotFit:
     """Returns the error to raise if even this candidate needs more of ``tier`` than there is, by its schedule. ``step``: before
-    any rewrite; ``at_most``: True if another may need less."""
+    any rewrite."""
     schedule = candidate.schedule
-    return DoesNotFit(tier, schedule.peak_nbytes[tier], _largest_parts(schedule, tier, value_names(step)), at_most)
+    return DoesNotFit(tier, schedule.peak_nbytes[tier], _largest_parts(schedule, tier, value_names(step)))
 
 
 def _largest_parts(schedule: Schedule, tier: str, names: Mapping[str, str]) -> tuple[tuple[str, int], ...]:

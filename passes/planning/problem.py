@@ -92,17 +92,12 @@ class Candidate:
 
 
 class DoesNotFit(Exception):
-    """Raised when even the leanest plan needs more. ``minimum``: the fewest bytes of ``tier`` that work. ``causes``: their
-    largest parts, in bytes. ``at_most``: True if fewer may work, as not all was searched."""
+    """Raised when even the leanest plan needs more. ``minimum``: the fewest bytes of ``tier`` of a plan that was found; another
+    may need less. ``causes``: their largest parts, in bytes."""
 
-    def __init__(self, tier: str, minimum: int, causes: tuple[tuple[str, int], ...], at_most: bool = False) -> None:
+    def __init__(self, tier: str, minimum: int, causes: tuple[tuple[str, int], ...]) -> None:
         super().__init__(f"{tier}: needs {minimum}")
-        self.tier, self.minimum, self.causes, self.at_most = tier, minimum, causes, at_most
-
-    @property
-    def qualifier(self) -> str:
-        """What a message says before the minimum."""
-        return "at most " if self.at_most else ""
+        self.tier, self.minimum, self.causes = tier, minimum, causes
 
 
 def way_to_go(tier: str, minimum: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -23,7 +23,7 @@ from mtcompile.passes.lower import update_cost
 from mtcompile.passes.plan import Decision, Kind, Plan, Updates
 from mtcompile.passes.planning.linear.needs import needs_of
 from mtcompile.passes.planning.problem import PlanningProblem
-from mtcompile.passes.planning.variants import Variant, recomputing
+from mtcompile.passes.planning.variants import Variant, likeness, recomputing
 from mtcompile.passes.step_graph import calls, inputs_of, kernel_of, regions, results
 from mtcompile.runtime.schedule import PHASES, Phase, Queue, Schedule, Tier, gib
 from mtcompile.runtime.trace import Trace, takes_time
@@ -59,7 +59,7 @@ class Reasons:
         # By home or value, queue and phase: the µs of its copies; and by home or value: how long compute waits beside them.
         self.copies, self.waits = _copies(step, schedule, trace)
         self.fetched, self.stored = self._crossing()
-        self._recomputing: dict[str, Callable[[tuple[int, ...]], Variant]] = {}
+        self._recomputing: dict[Hashable, Callable[[tuple[int, ...]], Variant]] = {}
 
     def given(self, decision: Decision) -> Decision:
         """Returns a decision of the plan with its reason."""
@@ -215,9 +215,9 @@ class Reasons:
     def _keeping(self, block: str, kept: tuple[int, ...]) -> Variant:
         """The cost of recomputing what a block saves, except what is ``kept``. Worked out once for equal blocks."""
         region = self.regions[block]
-        if (target := str(region.target)) not in self._recomputing:
-            self._recomputing[target] = functools.cache(recomputing(self.problem.step, region, self.machine))
-        return self._recomputing[target](kept)
+        if (alike := likeness(region)) not in self._recomputing:
+            self._recomputing[alike] = functools.cache(recomputing(self.problem.step, region, self.machine))
+        return self._recomputing[alike](kept)
 
     # ----------------------------------------------------------------------------------------------------------- figures
 

@@ -47,12 +47,12 @@ def searched(
     effort: Effort,
     regions: int,
     bound_us: Callable[[], float],
-) -> list[Climb]:
-    """Returns the climbs, that of the best plan first: within the limits and fast, or, where none is, above them by few
+) -> list[Plan]:
+    """Returns the plans at which climbs end, the best first: within the limits and fast, or, where none is, above them by few
     bytes. ``starts``: with their figures; ``evaluate``: gives a plan its figures; ``regions``: of the step; ``bound_us``: no
     plan within the limits is faster. Ends once what a plan could still gain is not worth what it costs to go on."""
     climbs = _begun(list(starts), limits, ways, evaluate, effort)
-    rounds, ended = len(climbs).bit_length(), list[Climb]()
+    rounds, ended = len(climbs).bit_length(), list[Plan]()
     each_round = most_evaluations(effort, regions) / max(1, rounds)
     for _ in range(rounds):
         best = min((climb.best for climb in climbs), key=lambda plan: order(plan, limits))
@@ -63,8 +63,8 @@ def searched(
             climb.go_on(each_round / len(climbs))
         climbs.sort(key=lambda climb: order(climb.best, limits))
         kept = max(1, len(climbs) // 2)
-        ended, climbs = climbs[kept:] + ended, climbs[:kept]
-    return climbs + ended
+        ended, climbs = [climb.best for climb in climbs[kept:]] + ended, climbs[:kept]
+    return [climb.best for climb in climbs] + ended
 
 
 def most_evaluations(effort: Effort, regions: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import fx
 from mtcompile.passes.analysis.cost import Cost, Machine, kernel_cost, node_cost
 from mtcompile.passes.analysis.kernels import saved_states
 from mtcompile.passes.analysis.saved import made_again_inside, saved_values
-from mtcompile.passes.step_graph import body_outputs, is_random, is_view, kernel_of, regions, results
+from mtcompile.passes.step_graph import body_outputs, is_random, is_region, is_view, kernel_of, results
 
 _FEW = 0.01  # of a forward's time: what runs again anyway and takes less is left out of trade-offs, such as casts of tables
 _POINTS = 7  # variants kept of a block's trade-off, including its two ends
@@ -39,23 +39,27 @@ def trade_off(
     those in the positions of ``always``, by rising bytes. Each point is a minimum cut: with a byte priced at the slope between
     two points, the cheapest choice lies between them, or there is none. The first point does not always recompute all:
     replaying a random operation may keep a generator's state that is larger than its result."""
-    items = saved_values(region)
-    saved = tuple(int(item.args[1]) for item in items)
-    reader = _reader(step, region)
     speeds = machine.rates, machine.memory_gbps, machine.issue_us, machine.fuses, machine.scale("compute")
-    inside = tuple(int(value.args[1]) for value in made_again_inside(region))
-    key = "trade-off", str(region.target), saved, inside, always, reader and str(reader.target), speeds
+    key = "trade-off", likeness(region), always, speeds
     memo = step.meta["memo"]
     if key not in memo:  # equal blocks, and machines that differ in their links alone, have the same
-        memo[key] = _trade_off(step, region, reader, machine, always)
+        memo[key] = _trade_off(step, region, _reader(region), machine, always)
     hull: tuple[Variant, ...] = memo[key]
     return hull
+
+
+def likeness(region: fx.Node) -> tuple[Hashable, ...]:
+    """Returns what blocks share if recomputing costs the same in them: their kernel, which of its results are saved and which
+    are made again inside, and the kernel that first reads what is saved."""
+    reader = _reader(region)
+    positions = (tuple(int(value.args[1]) for value in of(region)) for of in (saved_values, made_again_inside))
+    return str(region.target), *positions, reader and str(reader.target)
 
 
 def recomputing(step: fx.GraphModule, region: fx.Node, machine: Machine) -> Callable[[Iterable[int]], Variant]:
     """Returns a function that prices a choice of a block's saved values: it returns the variant that keeps those in the
     given positions."""
-    return _pricing(step, region, _reader(step, region), machine)[0]
+    return _pricing(step, region, _reader(region), machine)[0]
 
 
 def _pricing(
@@ -85,10 +89,9 @@ def _pricing(
     return variant, anyway
 
 
-def _reader(step: fx.GraphModule, region: fx.Node) -> fx.Node | None:
+def _reader(region: fx.Node) -> fx.Node | None:
     """The backward region that first reads what a block saves."""
-    items = saved_values(region)
-    return next((call for call in regions(step) if any(call in item.users for item in items)), None)
+    return min((user for item in saved_values(region) for user in item.users if is_region(user)), default=None)
 
 
 def _trade_off(

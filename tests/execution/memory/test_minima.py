@@ -58,11 +58,10 @@ CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("effort", ["quick", "normal"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_stated_minimum_is_the_smallest(name: str, effort: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With little effort, it may be one that is said to be "at most"."""
-    monkeypatch.setenv("MT_EFFORT", effort)
+def test_the_stated_minimum_is_the_smallest(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these models: of others it is "at most" what is said, as plans are climbed to."""
+    monkeypatch.setenv("MT_EFFORT", "normal")
     kind, autocast, options = CASES[name]
     model = Halved() if kind == "halved" else small_decoder()
     model = model.to(torch.bfloat16) if kind == "bf16" else model
@@ -71,6 +70,4 @@ def test_the_stated_minimum_is_the_smallest(name: str, effort: str, tmp_path: Pa
     refusal = refused(model, autocast, memory=1, **options)
     least = refusal.minimum_bytes
     assert stepped(model, autocast, memory=least, **options).memory_report()["peak_device_bytes"] <= least
-    if effort == "quick" and "at most" in str(refusal):
-        return
     assert refused(model, autocast, memory=least * 99 // 100, **options).minimum_bytes >= least

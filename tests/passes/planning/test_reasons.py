@@ -8,13 +8,15 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import mtcompile
 from mtcompile.passes import rewrite
-from mtcompile.passes.analysis.cost import kernel_us
+from mtcompile.passes.analysis.cost import Machine, kernel_us
 from mtcompile.passes.analysis.names import value_names
 from mtcompile.passes.analysis.saved import saved_values
-from mtcompile.passes.analysis.state import held_nbytes
+from mtcompile.passes.analysis.state import Budgets, held_nbytes
 from mtcompile.passes.plan import Decision, Plan, alike, plan_from_json
 from mtcompile.passes.planning.candidates import Candidates
 from mtcompile.passes.planning.planner import plan_among
@@ -22,6 +24,7 @@ from mtcompile.passes.planning.problem import Planned, PlanningProblem
 from mtcompile.passes.step_graph import calls, inputs_of, is_region, kernel_of, regions, results
 from mtcompile.runtime.schedule import gib
 from tests.helpers.models import make
+from tests.helpers.tracing import trace
 
 FIGURE = re.compile(r"\d (s|ms|µs|B|KiB|MiB|GiB)\b")
 _US = {"s": 1e6, "ms": 1e3, "µs": 1.0}
@@ -142,3 +145,35 @@ def test_a_plan_says_who_decided_if_no_search_did() -> None:
     assert decided is not None and decided.reason.startswith("decided before this plan: fetching it costs ")
     roomy = Candidates(replace(problem, budgets=replace(problem.budgets, device=None))).best(None, None).plan
     assert roomy.all_resident and {d.reason for d in roomy.decisions} == {f"everything fits: {gib(roomy.peak_bytes['device'])}"}
+
+
+def test_equal_kernels_of_which_other_results_are_saved_have_reasons_of_their_own() -> None:
+    """The first layer's norm is read outside the kernel that makes it, so that block saves one value less."""
+
+    class Layer(nn.Module):
+        def __init__(self, gated: bool) -> None:
+            super().__init__()
+            self.norm, self.up, self.down, self.gated = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64), gated
+            self.gate = nn.Linear(64, 256) if gated else None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(x)
+            hidden = nn.functional.gelu(self.up(y))
+            return torch.tanh(self.down(hidden if self.gate is None else hidden * self.gate(y)))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(Layer(True), Layer(False))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x).square().mean()
+
+    step = trace(Net(), {"x": torch.randn(1024, 64)}).step
+    alike = [r for r in regions(step) if str(r.target) == str(regions(step)[0].target)]
+    assert len({len(saved_values(region)) for region in alike}) == 2
+    candidates = Candidates(PlanningProblem(step, Machine(), Budgets()))
+    leanest = candidates.least().plan
+    keeping = [replace(d, choice="save") for d in leanest.decisions if d.kind == "variant"]
+    planned = candidates.planned(leanest.with_decisions(keeping))
+    assert keeping and all(FIGURE.search(d.reason) for d in planned.plan.decisions)

@@ -39,8 +39,7 @@ def _search(starts: list[Plan], effort: Effort, bound_us: float = 0.0, room: Roo
         return _evaluated(plan)
 
     ways = Ways([_up], {"device": [room] if room else []}, lambda plan, unused: iter(()))
-    climbs = searched(map(_evaluated, starts), _LIMITS, ways, evaluate, effort, 1, lambda: bound_us)
-    found = [climb.best for climb in climbs]
+    found = searched(map(_evaluated, starts), _LIMITS, ways, evaluate, effort, 1, lambda: bound_us)
     return found, len(evaluated)
 
 
