@@ -317,12 +317,12 @@ def compile(
                gradient). They stay on a GPU only if its kernels have produced the same bits as the host's
     accumulate  runs each batch as that many micro-batches, cut along the first dimension, region by region: parameters are
                fetched once; gradients, added in order, leave once. The loss is the whole batch's. ``"auto"``: the fastest
-    update     ``"step"``: gradients wait in ``p.grad`` for ``optimizer.step()``. A plan has room for older ones, too, from the
-               first forward that finds some, and on for good. ``"backward"``: parameters are updated as
-               their gradients arrive, with the optimizer's own arithmetic; call ``optimizer.step()`` and ``zero_grad()`` as
-               before. From the backward until ``zero_grad()``, each use of ``p.grad`` raises StepError. Gradients take the
-               host memory of two regions; if the host is slower than the device, a plan uses more, within the limit that
-               ``host`` sets. Gradient scalers and hooks of parameters raise StepError
+    update     ``"step"``: gradients wait in ``p.grad`` for ``optimizer.step()``. Once a forward finds older gradients
+               there, plans have room for these, too. ``"backward"``: parameters are updated as their gradients arrive, with
+               the optimizer's own arithmetic; call ``optimizer.step()`` and ``zero_grad()`` as before. From the backward
+               until ``zero_grad()``, each use of ``p.grad`` raises StepError. Gradients take the host memory of two
+               regions; if the host is slower than the device, a plan uses more, within the limit that ``host`` sets.
+               Gradient scalers and hooks of parameters raise StepError
     max_grad_norm  with ``update="backward"``: clips as ``clip_grad_norm_`` does. All gradients are kept until their norm
                (``model.grad_norm``) is known; then updates start
     run_ahead  with ``update="backward"``: lets updates continue during the next forward, whose prefetches wait for those of

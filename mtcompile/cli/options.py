@@ -66,7 +66,9 @@ class StepOptions:
     precision: PrecisionOption = "model"
     optimizer: Annotated[
         str,
-        typer.Option(help="whose state is planned for: adamw, adam, sgd-momentum, sgd, or a class of torch.optim such as muon"),
+        typer.Option(
+            help="optimizer whose state is planned: adamw, adam, sgd-momentum, sgd, or a class of torch.optim such as muon"
+        ),
     ] = "adamw"
     lora: Annotated[int, typer.Option(min=0, help="freeze the model and train LoRA adapters of this rank (0: no adapters)")] = 0
     update: UpdateOption = "step"
@@ -106,7 +108,7 @@ class TrainingOptions:
     update: UpdateOption = "step"
     accumulate: Accumulate = 1
     kernels: Annotated[
-        Kernels, typer.Option(help="exact: fused, with the bits of eager; auto: now eager; inductor: within rounding")
+        Kernels, typer.Option(help="exact: fused, with the bits of eager; auto: eager, for now; inductor: within rounding")
     ] = "auto"
     device: Device = None
 
@@ -131,8 +133,8 @@ class RecipeOptions(TrainingOptions):
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="a file or a folder; may be repeated. For a folder of weights: records (.jsonl, .json, .csv, .parquet) or "
-            "text. For random weights: text, or .bin/.npy tokens (default: Python's own sources)"
+            help="a file or a folder; may be repeated. For a folder of weights: records (.jsonl, .ndjson, .json, .csv, .tsv, "
+            ".parquet) or text. For random weights: text, or .bin/.npy tokens (default: Python's own sources)"
         ),
     ] = None
     vocab: Annotated[int | None, typer.Option(min=1, help="size of the vocabulary of .bin and .npy files")] = None

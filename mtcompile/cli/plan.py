@@ -16,12 +16,12 @@ Solve = Literal["batch", "seq", "memory"]
 def plan(
     model: Model,
     options: StepOptions,
-    policy: Annotated[list[str] | None, typer.Option(help="also show a fixed strategy, or all; may be repeated")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="compare with a fixed strategy, or all; may be repeated")] = None,
     solve: Annotated[Solve | None, typer.Option(help="plan the largest batch or seq that fits, or the least memory")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of a host that train together, each with a batch of its own")] = 1,
-    hosts: Annotated[int, typer.Option(min=1, help="such hosts")] = 1,
+    hosts: Annotated[int, typer.Option(min=1, help="hosts that train together, each with so many GPUs")] = 1,
     network: Annotated[float | None, typer.Option(help="GB/s between hosts, per direction (default: the machine's)")] = None,
-    tokens: Annotated[str | None, typer.Option(help="those of the whole run, such as 1B: also say what it costs")] = None,
+    tokens: Annotated[str | None, typer.Option(help="tokens of the whole run, such as 1B: also say what the run costs")] = None,
     force: Annotated[bool, typer.Option(help="show the leanest plan even if it does not fit")] = False,
     as_json: Json = False,
 ) -> None:

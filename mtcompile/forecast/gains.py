@@ -35,7 +35,7 @@ def gains_of(request: ForecastRequest, sized: SizedStep, forecast: Forecast) -> 
     if budgets_of(request, sized).disk is None:
         us = _with_disk_us(request, sized, forecast.planned.plan)
         if us is not None and (gain := forecast.step_time_us / us - 1) >= LEAST_GAIN:
-            gaining.append(Advice("disk= (planned with it, you see how much)", us, sized.tokens / us * 1e6, gain, at_most=True))
+            gaining.append(Advice("disk= (at most: plan with it to see)", us, sized.tokens / us * 1e6, gain, at_most=True))
         else:
             idle.append("disk= (there is room without one)" if us is None else "disk=")
     return tuple(gaining), tuple(idle)

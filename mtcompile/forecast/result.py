@@ -209,7 +209,7 @@ def _lines(f: Forecast) -> list[str]:
 
 
 def _advice(advice: tuple[Advice, ...], no_gain: tuple[str, ...]) -> list[str]:
-    less = [f"    under +3%: {', '.join(no_gain)}"] if no_gain else []
+    less = [f"    under +3%: {'; '.join(no_gain)}"] if no_gain else []
     return ["  what changes would gain, estimated:", *(f"    {each}" for each in advice), *less]
 
 

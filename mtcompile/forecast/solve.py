@@ -92,7 +92,7 @@ def plan(
     fragments  as for ``compile``; ``"exact"`` and ``"split"``: without ``solve``
     gpus       GPUs of a host that train together, each with ``batch`` sequences, and a link, of its own; they share the host's
                memory and its speed
-    hosts      such hosts
+    hosts      hosts that train together, each with ``gpus`` GPUs
     network    GB/s between hosts, per direction; default: the machine's
     policies   fixed strategies to compare with
     solve      ``batch`` or ``seq``: plans the largest that fits (sequences in steps of 128 tokens); ``memory``: the least
@@ -100,7 +100,7 @@ def plan(
     force      returns the leanest plan even if it does not fit
     advise     if the step fits, also estimates what changes of it would gain; not with ``solve``
     effort     as for ``compile``
-    tokens     those of the whole run, such as ``"1B"``: also says what it costs in days, kWh and writes to a drive
+    tokens     tokens of the whole run, such as ``"1B"``: also says what the run costs in days, kWh and writes to a drive
     progress   called with (text, done, total)
 
     Raises ValueError for an argument that it does not know, and CaptureError if the model cannot be captured.
