@@ -179,7 +179,7 @@ def _lines(f: Forecast) -> list[str]:
             lines.append(f"  {tier}: {gib(f.peak_bytes[tier])}" + (f" = {told}" if told else ""))
         lines.append(f"  host at load: {_at_load(f)}; at save: as in the step, since files are written from views")
         waits = f.exposed_us or {}
-        shown = [_busy(queue, share, waits.get(queue, 0.0)) for queue, share in (f.busy or {}).items()]
+        shown = [_busy(queue, share, waits.get(queue, 0.0), f.step_time_us) for queue, share in (f.busy or {}).items()]
         lines.append(f"  busy: {', '.join(shown)}")
         if f.scaling is not None:
             lines.append(f"  {f.scaling}")
@@ -221,8 +221,9 @@ def _at_load(f: Forecast) -> str:
     return f"{loaded}; it has less, so from_pretrained reads the weights to the disk, beside the plan's until the first step"
 
 
-def _busy(queue: str, share: float, exposed: float) -> str:
-    return f"{queue} {share:.0%}" + (f" ({time_of(exposed)} of it exposed)" if exposed else "")
+def _busy(queue: str, share: float, exposed_us: float, step_time_us: float) -> str:
+    told = f" ({time_of(exposed_us)} of it while nothing computes)" if exposed_us > step_time_us / 1000 else ""
+    return f"{queue} {share:.0%}{told}"
 
 
 def _count(n: int) -> str:

@@ -27,7 +27,7 @@ class RunCost:
     def __str__(self) -> str:
         lasts, unit = next(((self.days * n, unit) for unit, n in _UNITS if self.days * n >= 1), (self.days * 1440, "minutes"))
         told = [f"{three_digits(lasts)} {unit}"]
-        told.append("energy not known" if self.kwh is None else f"at most {three_digits(self.kwh)} kWh, without the host")
+        told.append("energy not known" if self.kwh is None else f"at most {three_digits(self.kwh)} kWh, host not counted")
         if self.disk_write_bytes:
             rated = "how much it is rated for is not known"
             if self.rated_share is not None:

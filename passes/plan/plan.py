@@ -80,12 +80,12 @@ class Certificate:
         words = {name: ("1 GiB more " if name.endswith("memory") else "a 10 % faster ") + name for name in self.gains_us}
         words |= {"compute": "10 % more compute"}
         worth = sorted((us, name) for name, us in self.gains_us.items() if us > self.bound_us / 1000)
-        gains = [f"{words[name]} -{time_of(us)}" for us, name in reversed(worth)]
+        gains = [f"{time_of(us)} with {words[name]}" for us, name in reversed(worth)]
         sentence = f"no plan within these budgets, cut as here, is faster than {time_of(self.bound_us)}"
         if self.other_cuts:
             others = "in the other cut" if self.other_cuts == 1 else f"in any of the {self.other_cuts} other cuts"
             sentence += f", nor, {others} compared, than {time_of(self.other_bound_us)}"
-        return sentence + (f" (with {', '.join(gains)})" if gains else "")
+        return sentence + (f" (the bound falls by {', by '.join(gains)})" if gains else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,7 @@ def test_a_page_is_one_file_that_fetches_nothing_and_runs_nothing_of_its_data() 
 def test_the_header_says_how_near_the_bound_a_plan_is() -> None:
     plan = Plan(step_time_us=100.0, update_us=10.0, certificate=Certificate(100.0, {"device memory": 7.0}))
     told = "within 10.0% of the bound: no plan within these budgets, cut as here, is faster than 0.1 ms"
-    told += " (with 1 GiB more device memory -0.007 ms)"
+    told += " (the bound falls by 0.007 ms with 1 GiB more device memory)"
     assert data.picture(inference(), plan=replace(plan, step_time_us=110.0, update_us=0.0))["bound"] == told
     assert data.picture(inference(), plan=plan)["bound"] == told and told in str(plan)
     for without in (None, replace(plan, certificate=None)):
