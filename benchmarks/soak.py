@@ -63,18 +63,20 @@ class _Mallinfo(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class Held:
     """What the process holds. ``rss``: bytes of its memory that are in RAM. ``in_use``: bytes that the allocators of C and of
-    Python have given out."""
+    Python have given out. ``descriptors``: what each open one stands for."""
 
     rss: int
     in_use: int
-    descriptors: int
+    descriptors: list[str]
     threads: int
 
     def grown(self, before: Held, slack: int) -> list[str]:
         """Says what is more than before."""
         words = [f"{self.rss - before.rss} bytes of memory"] if self.rss > before.rss + slack else []
         words += [f"{self.in_use - before.in_use} bytes in use"] if self.in_use > before.in_use + slack // 4 else []
-        words += [f"{self.descriptors - before.descriptors} descriptors"] if self.descriptors > before.descriptors else []
+        new = list((Counter(self.descriptors) - Counter(before.descriptors)).elements())
+        count = len(self.descriptors) - len(before.descriptors)
+        words += [f"{count} descriptors, new: {', '.join(new)}"] if count > 0 else []
         return words + ([f"{self.threads - before.threads} threads"] if self.threads > before.threads else [])
 
 
@@ -103,8 +105,16 @@ def held() -> Held:
         library.mallinfo2.restype = _Mallinfo
         figures = library.mallinfo2()
         in_use += figures.uordblks + figures.hblkhd
-    process = psutil.Process()
-    return Held(process.memory_info().rss, in_use, process.num_fds(), threading.active_count())
+    return Held(psutil.Process().memory_info().rss, in_use, descriptors(), threading.active_count())
+
+
+def descriptors() -> list[str]:
+    """Returns what the open descriptors of this process stand for, as the system names it."""
+    found = []
+    for number in sorted(map(int, os.listdir("/proc/self/fd"))):
+        with contextlib.suppress(FileNotFoundError):  # that by which they were listed
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return found
 
 
 def trainings(folder: Path) -> list[Callable[[int], None]]:

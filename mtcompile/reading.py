@@ -12,11 +12,13 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from mtcompile.runtime.interrupts import interrupts_later
 
 MANY_NBYTES = 1 << 28  # of a file that programs write
 FEW_NBYTES = 1 << 20  # of a file that people write
@@ -27,6 +29,7 @@ _MOST_REASON = 200  # characters of a library's
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
 
+@interrupts_later()
 def read_bytes(path: Path, most_nbytes: int = MANY_NBYTES) -> bytes:
     """Reads a regular file, or one that a link leads to. Raises ValueError for a larger one and for pipes, devices and folders,
     which are not waited for, and OSError."""
@@ -82,6 +85,7 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
+@interrupts_later()
 def write_replacing(path: Path, text: str) -> None:
     """Writes a file in place of what has its name. A link there is replaced, not followed. Raises OSError."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
@@ -111,28 +115,6 @@ def parsed_json(text: str, place: object) -> Any:
         raise ValueError(f"{place}: expected JSON, found lists or objects that are nested too deep") from None
     except ValueError as error:
         raise ValueError(f"{place}: expected JSON, found something else: {error}") from None
-
-
-@contextlib.contextmanager
-def interrupts_later() -> Iterator[Callable[[], None]]:
-    """Holds Ctrl-C back while a library runs that would lose it, or tell of it as of an error in a file, and while something is
-    held that must be given back. Yields what lets one through that has come, for places where it may be raised."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield lambda: None
-        return
-    interrupts: list[tuple[int, FrameType | None]] = []
-
-    def let_through() -> None:
-        if interrupts:
-            before(*interrupts.pop())
-
-    signal.signal(signal.SIGINT, lambda *arguments: interrupts.append(arguments))
-    try:
-        yield let_through
-    finally:
-        signal.signal(signal.SIGINT, before)
-        let_through()
 
 
 @contextlib.contextmanager

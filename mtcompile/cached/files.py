@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from mtcompile import knobs
+from mtcompile.runtime.interrupts import interrupts_later
 
 _MOST_NBYTES = 1 << 30  # of a file that is read
 
@@ -35,6 +36,7 @@ def _seal(kind: str, key: str, content: str) -> str:
     return hashlib.sha256(f"{kind} {key}\n{content}".encode()).hexdigest()
 
 
+@interrupts_later()
 def own_text(path: Path) -> str | None:
     """Returns the text of a regular file of this user's that nobody else can write, reached by no link; else None."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -46,6 +48,7 @@ def own_text(path: Path) -> str | None:
     return None
 
 
+@interrupts_later()
 def write_whole(path: Path, text: str) -> None:
     """Writes the whole file or nothing. If the disk refuses, the next run has to do the work again."""
     with contextlib.suppress(OSError):

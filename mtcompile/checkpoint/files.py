@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mtcompile.errors import CheckpointError
-from mtcompile.reading import interrupts_later
+from mtcompile.runtime.interrupts import interrupts_later
 
 FORMAT = "mtcompile-checkpoint-1"
 MANIFEST = "manifest.json"

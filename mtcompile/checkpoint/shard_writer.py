@@ -17,7 +17,7 @@ from torch import Tensor
 from mtcompile.checkpoint.encoding import Storable
 from mtcompile.checkpoint.files import FileEntry
 from mtcompile.checkpoint.shards import DTYPES
-from mtcompile.reading import interrupts_later
+from mtcompile.runtime.interrupts import interrupts_later
 
 _PIECE_NBYTES = 1 << 23
 _DIGESTED_LATER = 2  # pieces that may be on the disk before their checksum

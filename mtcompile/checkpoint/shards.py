@@ -22,7 +22,8 @@ from torch import Tensor
 from mtcompile.capture.refusals import first_line
 from mtcompile.checkpoint.files import regular
 from mtcompile.errors import CheckpointError
-from mtcompile.reading import interrupts_later, panics_as_errors
+from mtcompile.reading import panics_as_errors
+from mtcompile.runtime.interrupts import interrupts_later
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"

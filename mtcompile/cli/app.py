@@ -8,6 +8,7 @@ import typer
 
 import mtcompile
 from mtcompile.cli.bench import bench
+from mtcompile.cli.cache import cache
 from mtcompile.cli.checkpoint import checkpoint
 from mtcompile.cli.common import Commands
 from mtcompile.cli.doctor import doctor
@@ -57,3 +58,4 @@ app.command()(doctor)
 for command in (plan, explain, trace, graph, viz, verify, train, bench):
     app.command()(flattened(command))
 app.add_typer(checkpoint, name="checkpoint")
+app.command()(cache)

@@ -33,7 +33,7 @@ def in_own_file(values: torch.Tensor, folder: Path) -> torch.Tensor:
     """Returns a copy of a host tensor, of the same strides, on disk. Raises DiskError, and DiskFull if it has no room."""
     if values.numel() == 0:
         return values
-    file, nbytes = files.opened(folder), whole_blocks(span_nbytes(values))
+    nbytes, file = whole_blocks(span_nbytes(values)), files.opened(folder)
     try:
         files.reserve(file, nbytes)
         mapping = _Mapping(file.cached, nbytes)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtcompile.runtime.disk.errors import DiskError, DiskFull
+from mtcompile.runtime.interrupts import interrupts_later
 from mtcompile.runtime.schedule import BLOCK
 
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -46,6 +47,18 @@ class Descriptors:
 def opened(folder: Path) -> Descriptors:
     """Opens a new file in ``folder``, which is made if it is not there; ready for requests past the page cache if mappings see
     these. Raises DiskError, also if there is no folder to make it in, such as that of a drive, misspelled."""
+    file = None
+    try:
+        with interrupts_later():
+            file = _opened(folder)
+        return file
+    except BaseException:
+        if file is not None:
+            file.close()
+        raise
+
+
+def _opened(folder: Path) -> Descriptors:
     if not hasattr(os, "posix_fallocate") or not hasattr(os, "preadv"):
         raise DiskError(f"disk={folder}: expected a system with posix_fallocate and preadv, such as Linux, found neither")
     try:

@@ -16,6 +16,7 @@ from mtcompile.runtime.disk import file as files
 from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.runtime.disk.file import Descriptors
 from mtcompile.runtime.disk.requests import Transfer, whole_blocks
+from mtcompile.runtime.interrupts import interrupts_later
 
 
 class Spare:
@@ -45,6 +46,7 @@ class Spare:
             files.reserve_part(file, at, nbytes)
         return file
 
+    @interrupts_later()
     def opened(self) -> Descriptors:
         if self.file is None:
             self.file = files.in_memory() if self.folder is None else files.opened(self.folder)

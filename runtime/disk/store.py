@@ -16,6 +16,7 @@ from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.runtime.disk.mappings import Mappings
 from mtcompile.runtime.disk.requests import Requests, Transfer, whole_blocks
 from mtcompile.runtime.disk.spares import Spare, Spares
+from mtcompile.runtime.interrupts import interrupts_later
 from mtcompile.runtime.schedule import BLOCK
 
 Move = tuple[int, int, int, str]  # address in memory, address within a mapping, bytes, name for errors
@@ -42,6 +43,7 @@ class DiskStore:
     through whose buffers requests to this one go too. That one counts both: ``peak_nbytes`` is the most that their mappings
     took together."""
 
+    @interrupts_later()
     def __init__(
         self, folder: Path, chunk: int = _LARGEST, depth: int = DEPTH, summed: bool = True, beside: DiskStore | None = None
     ) -> None:
@@ -188,6 +190,7 @@ class DiskStore:
         return Transfer(at, address, nbytes, name)
 
 
+@interrupts_later()  # Python drops an interrupt that comes in a finalizer, and what was not closed then would stay open
 def _close(requests: Requests, file: files.Descriptors, spares: Spares) -> None:
     requests.close()
     file.close()
