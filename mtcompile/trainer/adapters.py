@@ -48,9 +48,9 @@ def check_adapters(recipe: Any, model: str | os.PathLike[str]) -> None:
 def _let_dynamo_see_weights() -> None:
     """Lets Dynamo capture DoRA: PEFT asks a weight's type for the library that quantized it, where Dynamo stops."""
     import torch
-    from peft.tuners.lora import dora
+    from peft.utils.integrations import dequantize_module_weight
 
-    @torch.compiler.substitute_in_graph(dora.dequantize_module_weight)
+    @torch.compiler.substitute_in_graph(dequantize_module_weight)
     def plain_weight(module: torch.nn.Module) -> torch.nn.Parameter:
         if type(module.weight) is not torch.nn.Parameter:
             raise TypeError("expected a weight that is not quantized")
