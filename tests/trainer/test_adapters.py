@@ -24,7 +24,7 @@ from mtcompile.trainer.recipe import Recipe, learning_rate
 from mtcompile.trainer.trainer import Row, train
 from tests.data.folders import SIZES, chats, folder_of
 from tests.project.examples import equal, example
-from tests.trainer.test_fine_tuning import recipe_of, refused, rows_for, rows_of
+from tests.trainer.recipes import recipe_of, refused, rows_for, rows_of
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
