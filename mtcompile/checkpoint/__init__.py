@@ -4,6 +4,7 @@
       manifest.json                     what there is: sizes and checksums of the files, step, numbers, and where tensors go
       model.safetensors                 weights and buffers by name, as from_pretrained and plain torch load them; large
                                         models have several files and model.safetensors.index.json
+                                        (of adapters on a frozen base: adapter_model.safetensors, as PEFT loads it)
       state.safetensors                 tensors of the optimizer, the scheduler and the random generators
 
 ``save`` writes into a new folder beside the others and renames it when everything is on the disk. ``load`` looks at every byte

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.api import plain_class
+from mtcompile.checkpoint.adapters import adapter_config, base_is_apart, base_of, names_in_file
 from mtcompile.checkpoint.encoding import Storable, encoded, storable
 from mtcompile.checkpoint.files import MANIFEST, may_be_added
 from mtcompile.checkpoint.generators import generator_states
@@ -142,6 +143,9 @@ def content_of(
     weights.update({name: buffer for name, buffer in now.buffers.items() if name in weights})
     for name, state in now.module_states.items():
         (weights if isinstance(state, Tensor) else others_of_model)[name] = state
+    adapter: dict[str, str] = {}
+    if base_is_apart(model):
+        (weights, adapter), tied = _apart(model, weights, others_of_model), {}
     tensors = list(now.tensors)
     with contextlib.ExitStack() as stack:
         for compiled in _compiled(model):
@@ -160,10 +164,21 @@ def content_of(
         "gradients": dict(_gradients(model)) if gradients else {},
         "generators": now.generators,
         "provenance": provenance(model),
+        **({"adapter": adapter} if adapter else {}),
     }
     state = {name: encoded(part, tensors, name) for name, part in parts.items()} | {"others": now.others, "extra": now.extra}
     numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
     return Content(now.step, keep, weights, tied, numbered, state, _configuration(model))
+
+
+def _apart(
+    model: nn.Module, weights: dict[str, Storable], others: dict[str, Any]
+) -> tuple[dict[str, Storable], dict[str, str]]:
+    """Returns the weights of an adapter by their names in PEFT's file, and name -> name there. What is neither there nor in the
+    frozen base, such as buffers, goes to the ``others`` of the model."""
+    names, base = names_in_file(model, weights), base_of(model)
+    others.update({name: value for name, value in weights.items() if name not in names and name not in base})
+    return {there: weights[name] for name, there in names.items()}, names
 
 
 def _compiled(model: nn.Module) -> Iterator[Any]:
@@ -288,7 +303,8 @@ def expected_nbytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
     if rank_of(model):
         return 0
     parameters, wide = dict(nn.Module.named_parameters(model)), with_masters(model)
-    nbytes = sum(tensor.nbytes for tensor in (*parameters.values(), *model.buffers()))
+    apart = base_is_apart(model)
+    nbytes = sum(p.nbytes for p in parameters.values() if p.requires_grad or not apart) + sum(b.nbytes for b in model.buffers())
     if optimizer is None:
         return nbytes
     masters = sum(4 * p.numel() for p in parameters.values() if id(p) in wide)
@@ -340,7 +356,10 @@ def _weights(model: nn.Module) -> tuple[dict[str, Storable], OrderedDict[str, An
 
 
 def _configuration(model: nn.Module) -> dict[str, bytes]:
-    """Returns config.json of a Transformers model, with the name of the plain class, so that ``from_pretrained`` builds it."""
+    """Returns config.json of a Transformers model, with the name of the plain class, so that ``from_pretrained`` builds it;
+    of an adapter alone, PEFT's configuration."""
+    if base_is_apart(model):
+        return adapter_config(model)
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return {}

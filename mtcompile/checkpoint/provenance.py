@@ -42,6 +42,11 @@ def note_training(model: nn.Module, data: Sequence[Path], options: Mapping[str, 
     model.__dict__[_TRAINING] = {**hashes, "options": {name: str(value) for name, value in options.items()}}
 
 
+def new_weights(model: nn.Module) -> list[str]:
+    """Returns the names of weights that were not in the folder that the others were read from."""
+    return [name for origin in _origins(model) for name in origin.new]
+
+
 def provenance(model: nn.Module) -> dict[str, Any]:
     """Returns what a checkpoint says of where a training came from."""
     told: dict[str, Any] = next((m.__dict__[_TRAINING] for m in model.modules() if _TRAINING in m.__dict__), {})

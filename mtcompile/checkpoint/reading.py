@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.capture.refusals import first_line
+from mtcompile.checkpoint.adapters import base_of, stem_of
 from mtcompile.checkpoint.content import (
     folder_of_rank,
     loading_whole,
@@ -94,6 +95,8 @@ def load(
     path, manifest = _opened(Path(folder))
     verify_files(path, manifest)
     state, weights = _state(path, manifest, copied=not may_be_on_disk(model))
+    if "adapter" in state:
+        weights.update({name: value for name, value in base_of(model).items() if name not in weights})
     passed, others, others_state = set(others or {}), with_state(others), state["others"]
     with _refusing(path):
         _compare(path, model, weights)
@@ -232,7 +235,8 @@ def _state(
             raise ValueError(f"expected state of {', '.join(lacking)}")
         weights: dict[str, Any] = state["model"]
         _check_versions(getattr(weights, "_metadata", {}))
-        weights.update(_tensors(path, manifest, "model"))
+        stored = _tensors(path, manifest, stem_of(state))
+        weights.update({name: stored[there] for name, there in state["adapter"].items()} if "adapter" in state else stored)
         weights.update({name: weights[other] for name, other in manifest.tied.items()})
         if not all(isinstance(state.get(name, {}), dict) for name in ("others", "extra", "gradients", "provenance")):
             raise ValueError("expected others, extra, gradients and provenance to be dictionaries")

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from mtcompile.checkpoint.adapters import stem_of
 from mtcompile.checkpoint.content import Content, folder_of_rank
 from mtcompile.checkpoint.encoding import Storable
 from mtcompile.checkpoint.files import (
@@ -59,7 +60,9 @@ def write(folder: Path, content: Content) -> Path:
             serial = 1 + max((manifest.serial for _, manifest in before), default=0)
             new = unfinished(folder, step_folder(step))
             try:
-                files = _write_shards(new, "model", content.weights) | _write_shards(new, "state", content.tensors)
+                files = _write_shards(new, stem_of(content.state), content.weights) | _write_shards(
+                    new, "state", content.tensors
+                )
                 files |= {name: _write_bytes(new / name, data) for name, data in content.files.items()}
                 write_manifest(new, Manifest(serial, step, files, content.tied, content.state))
                 if content.key is not None:

@@ -11,6 +11,7 @@ from mtcompile.data.folder import check_folder
 from mtcompile.machine.known import check_machine
 from mtcompile.models.shapes import check_config, check_shape
 from mtcompile.sizes import parse_bytes
+from mtcompile.trainer.adapters import check_adapters
 
 
 def check_at_once(model: str | None, options: Any) -> None:
@@ -22,6 +23,7 @@ def check_at_once(model: str | None, options: Any) -> None:
     trains = hasattr(options, "data")
     if trains:
         files_of(options.data or ())
+        check_adapters(options, model or "")
     if model is not None:
         _check_model(model, trains)
 

@@ -164,12 +164,26 @@ class RecipeOptions(TrainingOptions):
     )
     epochs: Annotated[float | None, typer.Option(min=0, help="passes over the data, instead of --steps: 3, or 0.5")] = None
     lr: Annotated[
-        float | None, typer.Option(min=0, help="highest learning rate (default: 1e-3; 2e-5 for a folder of weights)")
+        float | None,
+        typer.Option(min=0, help="highest learning rate (default: 1e-3; for a folder of weights 2e-5, with --lora 1e-4)"),
     ] = None
     warmup: Annotated[int, typer.Option(min=0, help="steps up to the highest rate, before a cosine down to a tenth")] = 20
     weight_decay: Annotated[float, typer.Option(min=0, help="weight decay of matrices")] = 0.1
     clip: Annotated[float, typer.Option(min=0, help="clip the gradients to this norm; 0: no clipping")] = 1.0
     run_ahead: RunAhead = False
+    lora: Annotated[
+        int,
+        typer.Option(min=0, help="for a folder of weights: freeze them and train LoRA adapters of this rank (0: no adapters)"),
+    ] = 0
+    lora_alpha: Annotated[
+        int | None, typer.Option(min=1, help="adapters count this much, divided by their rank (default: twice the rank)")
+    ] = None
+    lora_targets: Annotated[
+        list[str] | None,
+        typer.Option(help="modules that get adapters: q_proj,v_proj (default: all-linear, all linear layers but the head)"),
+    ] = None
+    lora_dropout: Annotated[float, typer.Option(min=0, help="dropout of what adapters take in")] = 0.0
+    dora: Annotated[bool, typer.Option("--dora", help="with --lora: train the magnitudes of weights apart (DoRA)")] = False
     evaluate_every: Annotated[
         int, typer.Option(min=0, help="steps between evaluations on held-out data, the last 5 %; 0: never")
     ] = 50

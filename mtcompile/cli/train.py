@@ -65,7 +65,7 @@ def train(
     from mtcompile.trainer.recipe import Recipe
     from mtcompile.trainer.trainer import run
 
-    repeated = {name: tuple(getattr(options, name) or ()) for name in ("data", "allow_new", "allow_change")}
+    repeated = {name: tuple(getattr(options, name) or ()) for name in ("data", "allow_new", "allow_change", "lora_targets")}
     recipe = Recipe(model, **{**values(options), **repeated})
     job = prepared(recipe)  # before the first step there is nothing to save: Ctrl-C ends it at once
     with _stopping() as stop, _reporting(job, as_json) as report:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mtcompile import progress
+from mtcompile import checkpoint, progress
 from mtcompile.api import compile
+from mtcompile.checkpoint.adapters import check_base
 from mtcompile.checkpoint.provenance import note_training
 from mtcompile.data.batch import Source
 from mtcompile.data.boundaries import check_packing, document_mask
@@ -28,6 +29,7 @@ from mtcompile.models.placing import Room
 from mtcompile.models.pretrained import from_pretrained
 from mtcompile.optim.precision import precision_named
 from mtcompile.reading import panics_as_errors, read_bytes
+from mtcompile.trainer.adapters import with_adapters
 from mtcompile.trainer.recipe import Recipe, check, check_resumed
 from mtcompile.trainer.together import ALONE, RowsOfRank, Together, device_of_rank, join
 
@@ -57,10 +59,13 @@ def prepared(recipe: Recipe) -> Job:
     if recipe.warmup > job.steps and not together.rank:
         rises = f"the rate rises for --warmup {recipe.warmup} steps, and the run has {job.steps}"
         warnings.warn(f"{rises}: it never reaches --lr {recipe.rate:g}", stacklevel=2)
-    if recipe.save is not None and not together.rank:
+    if not together.rank and (recipe.save is not None or (recipe.lora and recipe.resume is not None)):
         options = {name: value for name, value in asdict(recipe).items() if value not in (None, ())}
         with progress.doing("hashing the weights and the data"):
             note_training(job.model, files_of(recipe.data), options)
+        if recipe.lora and recipe.resume is not None:
+            before = checkpoint.inspect(recipe.resume)
+            check_base(before.path, before.provenance, job.model)
     if together.rank:  # each rank draws its dropout from a generator of its own
         torch.manual_seed(recipe.seed + together.rank)
     return job if together.count == 1 else replace(job, data=RowsOfRank(job.data, together), together=together)
@@ -97,7 +102,8 @@ def _fine_tuning(recipe: Recipe) -> Job:
         if recipe.packing:
             with progress.doing("checking that packed samples stay apart"):
                 check_packing(model, recipe.length)
-        return returning_loss(model.train())
+        model = returning_loss(model.train())
+        return with_adapters(model, recipe) if recipe.lora else model
 
     model = from_pretrained(folder, prepare=prepare, allow_new=recipe.allow_new, **_options(recipe))
     rows = replace(rows, mask=lambda documents: document_mask(model.config, documents, model.dtype))
@@ -106,7 +112,9 @@ def _fine_tuning(recipe: Recipe) -> Job:
     files = {name: read_bytes(folder / name) for name in TOKENIZER_FILES if (folder / name).exists()}
     if recipe.chat_template is not None:
         files["chat_template.jinja"] = read_bytes(recipe.chat_template)
-    return Job(recipe, steps, model, optimizer, rows, _extra(recipe, steps, digest), files, str(rows))
+    trained, count = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (False, True))
+    about = f"{rows}; training {trained:,} of {count:,} parameters" if recipe.lora else str(rows)
+    return Job(recipe, steps, model, optimizer, rows, _extra(recipe, steps, digest), files, about)
 
 
 def _extra(recipe: Recipe, steps: int, digest: str) -> dict[str, Any]:
@@ -133,8 +141,8 @@ def _rows(recipe: Recipe, folder: Path) -> Rows:
 
 def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
     """Returns AdamW with weight decay on matrices only."""
-    matrices = [p for p in module.parameters() if p.dim() >= 2]
-    others = [p for p in module.parameters() if p.dim() < 2]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    matrices, others = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=recipe.rate, betas=(0.9, 0.95))
 

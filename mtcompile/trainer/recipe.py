@@ -17,6 +17,7 @@ from mtcompile.checkpoint.signatures import private_key
 from mtcompile.data.encoding import TooLong
 from mtcompile.models.shapes import check_shape
 from mtcompile.sizes import parse_bytes
+from mtcompile.trainer import adapters
 
 _PATIENCE_S = 10.0  # with the first processes of other machines, which try the same folder
 _FINAL_RATE = 0.1  # share of the highest learning rate at the end of the cosine
@@ -28,9 +29,9 @@ class Recipe:
     ``data``: files and folders (none: the standard library's sources); ``memory``, ``host``, ``disk``: bytes as text; ``clip``:
     0 for no clipping; ``evaluate_every`` and ``save_every``: in steps, ``save_minutes``: in minutes, 0 for never; ``resume``,
     ``save``: folders; ``allow_change``: options that may differ from those before ``resume``; ``signing_key``: a file;
-    ``metrics``: a file of JSON lines; ``packing``, ``too_long``, ``chat_template``, ``allow_new``: for a folder. The others are
-    ``compile``'s and AdamW's. If ``seq``, ``steps`` or ``lr`` is None, ``length``, ``steps_of`` and ``rate`` say what is
-    taken."""
+    ``metrics``: a file of JSON lines; ``lora``: the rank of adapters, 0 for none; ``lora`` and what goes with it, ``packing``,
+    ``too_long``, ``chat_template``, ``allow_new``: for a folder. The others are ``compile``'s and AdamW's. If ``seq``,
+    ``steps`` or ``lr`` is None, ``length``, ``steps_of`` and ``rate`` say what is taken."""
 
     model: str
     data: tuple[Path, ...] = ()
@@ -50,6 +51,11 @@ class Recipe:
     accumulate: int = 1
     precision: str = "model"
     update: str = "step"
+    lora: int = 0
+    lora_alpha: int | None = None
+    lora_targets: tuple[str, ...] = ()
+    lora_dropout: float = 0.0
+    dora: bool = False
     run_ahead: bool = False
     kernels: str = "auto"
     memory: str | None = None
@@ -78,8 +84,8 @@ class Recipe:
 
     @property
     def rate(self) -> float:
-        """The highest learning rate: ``lr``, else 1e-3, or 2e-5 for pretrained weights."""
-        return self.lr if self.lr is not None else (2e-5 if self.pretrained else 1e-3)
+        """The highest learning rate: ``lr``, else 1e-3, 2e-5 for pretrained weights, or 1e-4 for adapters beside them."""
+        return self.lr if self.lr is not None else 1e-4 if self.lora else 2e-5 if self.pretrained else 1e-3
 
     def steps_of(self, rows: int) -> int:
         """Returns the steps in all: ``steps``, else ``epochs`` over that many rows, else 100."""
@@ -87,8 +93,20 @@ class Recipe:
 
     def settings(self, steps: int) -> dict[str, Any]:
         """Returns option -> value of what decides the bits of a training of so many steps, beside the model, data and seed."""
-        names = ("batch", "warmup", "weight_decay", "clip", "accumulate", "precision", "kernels")
+        names = (
+            "batch",
+            "warmup",
+            "weight_decay",
+            "clip",
+            "accumulate",
+            "precision",
+            "kernels",
+            "lora",
+            "lora_dropout",
+            "dora",
+        )
         values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+        values |= {"--lora-alpha": adapters.alpha(self), "--lora-targets": ",".join(adapters.targets(self))}
         return {"--seq": self.length, "--steps": steps, "--lr": self.rate, **values}
 
 
@@ -124,6 +142,7 @@ def check(recipe: Recipe) -> None:
             raise ValueError(f"expected --save with --signing-key {recipe.signing_key}, found no folder to save into")
         private_key(recipe.signing_key)
     _check_kind(recipe)
+    adapters.check_adapters(recipe, recipe.model)
     if recipe.resume is not None:
         checkpoint.inspect(recipe.resume)
     elif recipe.allow_change:

@@ -15,35 +15,13 @@ from typer.testing import CliRunner
 import mtcompile
 from mtcompile import checkpoint
 from mtcompile.cli.app import app
-from mtcompile.data.boundaries import document_mask
-from mtcompile.data.encoding import encode, load_tokenizer
-from mtcompile.data.packing import Rows
-from mtcompile.data.records import read_records
 from mtcompile.trainer.recipe import Recipe, learning_rate
 from mtcompile.trainer.trainer import Row, train
 from tests.data.folders import CHAT, SIZES, chats, folder_of, tokenizer_of
 from tests.project.examples import equal, weights
+from tests.trainer.recipes import FITS, recipe_of, refused, rows_for, rows_of
 
 transformers = pytest.importorskip("transformers")
-FITS = "64MiB"  # the whole step: it runs without a plan
-
-
-def recipe_of(path: Path, **options: Any) -> Recipe:
-    folder = folder_of(path / "model", config=options.pop("config", None), dtype=options.pop("dtype", torch.float32))
-    given = {"batch": 2, "seq": 96, "steps": 3, "warmup": 2, "lr": 1e-2, "evaluate_every": 0, "device": "cpu"}
-    return Recipe(str(folder), (chats(path / "chats.jsonl"),), **{**given, "memory": FITS, **options})
-
-
-def rows_of(recipe: Recipe) -> list[Row]:
-    rows: list[Row] = []
-    train(recipe, lambda row, model: rows.append(row) if isinstance(row, Row) else None)
-    return rows
-
-
-def rows_for(recipe: Recipe, model: Any) -> Rows:
-    samples = encode(read_records(recipe.data), load_tokenizer(Path(recipe.model)), recipe.length)
-    rows = Rows.cut(samples, recipe.length, recipe.batch, packed=recipe.packing, held_out=recipe.evaluate_every > 0)
-    return replace(rows, mask=lambda documents: document_mask(model.config, documents, model.dtype))
 
 
 def plain_loop(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -223,12 +201,6 @@ def test_a_folder_without_a_language_model_is_refused(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
-
-
-def refused(folder: Path, *arguments: str) -> str:
-    output = CliRunner().invoke(app, ["train", str(folder), *arguments, "--device", "cpu"])
-    assert output.exit_code == 2 and "Traceback" not in output.output, output.output
-    return output.stderr
 
 
 def test_what_cannot_be_trained_is_said_before_weights_are_read(tmp_path: Path) -> None:
