@@ -94,9 +94,8 @@ class Comparison(Generic[S]):
     def may_need_less(self) -> bool:
         """True if forms were left out that may have a smaller way to go than the ``refusal``."""
         refusal = self.refusal[1]
-        left = (
-            not self._kinds or bool(self._chains) or any(self._may_need_less(form.candidates, refusal) for form in self._open)
-        )
+        unplanned = any(self._may_need_less(form.candidates, refusal) for form in self._open)
+        left = not self._kinds or bool(self._chains) or unplanned
         return left and refusal.tier != "disk"
 
     def bound_us(self, form: S, inside: bool = True) -> float:
@@ -120,7 +119,7 @@ class Comparison(Generic[S]):
         now, last = (allowed.fragments, allowed.embeddings), (allowed.last_fragments, allowed.last_embeddings)
         if fetched_by_rows(captured, last[1]) == fetched_by_rows(captured, now[1]):
             last = last[0], now[1]
-        if not self._state_may_fit and not self._is_worth_refusing(first):
+        if not self._state_may_fit and not self._is_worth_refusing(first):  # no form fits: this one says how far
             self._add(first)
             self._plan(first)
             if self.refused and self.refusal[1].tier == "host":
@@ -137,7 +136,8 @@ class Comparison(Generic[S]):
             self._compare(first, *last, UNCUT.begins)
         while self.best is None and self._open and not self._ended:
             form = min(self._open, key=lambda form: form.candidates.least_nbytes)
-            if self.refused and not (self._may_need_less(form.candidates, self.refusal[1]) and self._is_worth_refusing(form)):
+            is_worth = self.bound_us(form) < inf or self._is_worth_refusing(form)
+            if self.refused and not (is_worth and self._may_need_less(form.candidates, self.refusal[1])):
                 break
             self._plan(form)
         return self

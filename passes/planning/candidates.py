@@ -253,9 +253,8 @@ class Candidates:
         self._began = self.evaluations
         self._tell()
         if self._disk is None or limits.host is None:
-            if (
-                surely_short(self.problem.within(limits.device, limits.host)) > 0 or self._bound_us(limits) == inf
-            ):  # nothing fits
+            within = self.problem.within(limits.device, limits.host)
+            if surely_short(within) > 0 or self._bound_us(limits) == inf:  # nothing fits
                 return [self._least_within(limits)]
             return self._search_among(limits, self._ways, self._starts_within(limits))
         return self._search_with_disk(self._disk, limits)
@@ -393,10 +392,10 @@ class Candidates:
         known, found = NO_LIMITS, [plan for plans in self._found.values() for plan in plans]
         for tier in get_args(Tier):
             if limits.nbytes[tier] is not None:
-                before, known = known, known._replace(**{tier: limits.nbytes[tier]})
-                if all(known.missing(plan) for plan in found) and (
-                    missing := known.missing(least := self.leanest(tier, before))
-                ):
+                others, known = known, known._replace(**{tier: limits.nbytes[tier]})
+                if any(not known.missing(plan) for plan in found):
+                    continue
+                if missing := known.missing(least := self.leanest(tier, others)):
                     return self._short(self.evaluate(least), next(iter(missing)), bool(self._cut_short))
         nearest = self._searched(limits)[0]
         return self._short(self.evaluate(nearest), next(iter(limits.missing(nearest))), True)
