@@ -29,6 +29,7 @@ from mtcompile.optim.state_sizes import FORECAST_STATES, optimizer_named, state_
 from mtcompile.passes.analysis.state import Budgets, held_nbytes, trained_nbytes
 from mtcompile.passes.plan import Plan, Updates
 from mtcompile.passes.planning.candidates import Candidates
+from mtcompile.passes.planning.disk.homes import surely_short
 from mtcompile.passes.planning.disk.within import within_disk
 from mtcompile.passes.planning.planner import make_plan
 from mtcompile.passes.planning.problem import DoesNotFit, PlanningProblem, Progress
@@ -63,18 +64,23 @@ def may_update_in_backward(request: ForecastRequest) -> bool:
 
 def ways_on_host(request: ForecastRequest, sized: SizedStep, budgets: Budgets, error: DoesNotFit) -> list[str]:
     """Returns what would help a step that does not fit the host, each with its own figures: first the changes that fit, the
-    fastest of them first."""
+    fastest of them first. A change that leaves more training state than there is memory is not planned."""
     fitting, short, limit = [], [], budgets.host or 0
     for change in _savings(request, sized, budgets):
         request.progress(f"planning with {change.what}", 0, 0)
         with suppress(*_REFUSALS):
             problem = change.problem()
+            if problem.budgets.disk is None and (lacking := surely_short(problem)) > 0:
+                if (least := limit + lacking) < error.minimum:
+                    text = f"{change.what}: needs at least {gib(least)} of the host, still at least {gib(lacking)} short"
+                    short.append((least, text))
+                continue
             try:
                 plan = _plan(problem, request.progress)
             except DoesNotFit as short_of:
                 if short_of.tier == "host" and short_of.minimum < error.minimum:
                     less = f"{gib(error.minimum - short_of.minimum)} less, but still {gib(short_of.minimum - limit)} short"
-                    text = f"{change.what}: needs {gib(short_of.minimum)} of the host, {less}"
+                    text = f"{change.what}: needs at most {gib(short_of.minimum)} of the host, {less}"
                     short.append((short_of.minimum, text))
                 continue
             if plan.peak_bytes.get("disk") == 0:  # it fits without a disk, as another change says

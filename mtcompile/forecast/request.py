@@ -274,10 +274,10 @@ def _captured_shape(name: str, request: ForecastRequest, batch: int, seq: int) -
 
 
 def _recorded(shape: Shape, tokens: torch.Tensor, request: ForecastRequest, repeated: tuple[str, int] | None) -> fx.GraphModule:
-    if request.lora:
-        raise NotRecorded("adapters")
     with building_on_meta():
         model = fake(shape)
+        if request.lora:
+            add_lora(model, request.lora)
     if request.precision.weights is not None:
         _cast(model, request.precision.weights)
     return record_joint(model, {"tokens": tokens, "targets": tokens}, repeated)

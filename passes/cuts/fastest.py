@@ -111,6 +111,11 @@ class Comparison(Generic[S]):
         now, last = (allowed.fragments, allowed.embeddings), (allowed.last_fragments, allowed.last_embeddings)
         if fetched_by_rows(captured, last[1]) == fetched_by_rows(captured, now[1]):
             last = last[0], now[1]
+        if not self._state_may_fit and not self._is_worth_refusing(first):  # no form fits: this one says how far
+            self._add(first)
+            self._plan(first)
+            if self.refused and self.refusal[1].tier == "host":
+                return self
         self._compare(first, *now, allowed.begins)
         compares_last = last != now and allowed.compares_last and self.limits.disk is None
         if self.best is None:
@@ -123,7 +128,8 @@ class Comparison(Generic[S]):
             self._compare(first, *last, UNCUT.begins)
         while self.best is None and self._open and not self._ended:
             form = min(self._open, key=lambda form: form.candidates.least_nbytes)
-            if self.refused and not self._may_need_less(form.candidates, self.refusal[1]):
+            is_worth = self.bound_us(form) < inf or self._is_worth_refusing(form)
+            if self.refused and not (is_worth and self._may_need_less(form.candidates, self.refusal[1])):
                 break
             self._plan(form)
         return self
@@ -167,10 +173,14 @@ class Comparison(Generic[S]):
         """Tells whether a form that is finer than another may be worth it beside one that takes ``us``. Where there is none, it
         may fit; where the state fits in no form, the refusal may name fewer bytes."""
         if us == inf:
-            return self._state_may_fit or self.effort.steps * _REFUSED_US > _OPERATION_US * operations(coarser.candidates)
+            return self._state_may_fit or self._is_worth_refusing(coarser)
         if self.limits.disk is not None:  # with one, plans are far above their bounds
             return False
         return self._is_worth(coarser.candidates, us, lambda: self._expected_us(coarser, inside=False))
+
+    def _is_worth_refusing(self, form: S) -> bool:
+        """Tells whether a refusal that names fewer bytes is worth what planning a form costs that cannot fit."""
+        return self.effort.steps * _REFUSED_US > _OPERATION_US * operations(form.candidates)
 
     def _is_worth_planning(self, form: S) -> bool:
         if (us := self.best_us) < inf:

@@ -22,7 +22,7 @@ from mtcompile.passes.planning.climbs.disk import Disk, disk_of
 from mtcompile.passes.planning.climbs.moves import moves
 from mtcompile.passes.planning.climbs.room import Room, filling, rooms
 from mtcompile.passes.planning.climbs.singles import singles
-from mtcompile.passes.planning.disk.homes import causes
+from mtcompile.passes.planning.disk.homes import causes, surely_short
 from mtcompile.passes.planning.disk.limits import NotWorthwhile, check_worthwhile
 from mtcompile.passes.planning.evaluate import completed, evaluate, identity, judged, shortfall
 from mtcompile.passes.planning.figures.evaluator import Evaluator, Figures
@@ -252,7 +252,8 @@ class Candidates:
         self._began = self.evaluations
         self._tell()
         if self._disk is None or limits.host is None:
-            if self._bound_us(limits) == inf:  # nothing fits
+            within = self.problem.within(limits.device, limits.host)
+            if surely_short(within) > 0 or self._bound_us(limits) == inf:  # nothing fits
                 return [self._least_within(limits)]
             return self._search_among(limits, self._ways, self._starts_within(limits))
         return self._search_with_disk(self._disk, limits)
@@ -384,12 +385,13 @@ class Candidates:
     def _refusal(self, limits: Limits) -> DoesNotFit:
         """Returns the DoesNotFit of limits within which no plan was found: of the first tier that lacks bytes whatever those
         after it have, with those of the plan that needs fewest."""
-        known = NO_LIMITS
+        known, found = NO_LIMITS, [plan for plans in self._found.values() for plan in plans]
         for tier in get_args(Tier):
             if limits.nbytes[tier] is not None:
-                least = self.leanest(tier, known)
-                known = known._replace(**{tier: limits.nbytes[tier]})
-                if missing := known.missing(least):
+                others, known = known, known._replace(**{tier: limits.nbytes[tier]})
+                if any(not known.missing(plan) for plan in found):
+                    continue
+                if missing := known.missing(least := self.leanest(tier, others)):
                     return self._short(self.evaluate(least), next(iter(missing)))
         nearest = self._searched(limits)[0]
         return self._short(self.evaluate(nearest), next(iter(limits.missing(nearest))))

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from mtcompile.capture.recording.joint import NotRecorded, recorded_joint
 from mtcompile.capture.tracing import record_joint, trace_joint
 from mtcompile.models.decoders import fake
+from mtcompile.models.lora import add_lora
 from mtcompile.models.shapes import SHAPES, Shape
 from mtcompile.passes.graph_json import graph_to_json
 from mtcompile.torch_private import building_on_meta, building_without_memory
@@ -29,17 +30,22 @@ _SHAPES = {
 _QUICK = ("grouped heads", 1), ("tied", 2), ("fp32, as many heads", 2)
 
 
-def traced(shape: Shape, batch: int, repeated: tuple[str, int] | None) -> fx.GraphModule:
+def traced(shape: Shape, batch: int, repeated: tuple[str, int] | None, lora: int = 0) -> fx.GraphModule:
     with building_without_memory() as built:
-        built(model := fake(shape))
+        model = fake(shape)
+        if lora:
+            add_lora(model, lora)
+        built(model)
         tokens = torch.zeros((batch, 32), dtype=torch.int64)
         torch.compiler.reset()
         return trace_joint(model, {"tokens": tokens, "targets": tokens}, repeated=repeated)[0]
 
 
-def recorded(shape: Shape, batch: int, repeated: tuple[str, int] | None) -> fx.GraphModule:
+def recorded(shape: Shape, batch: int, repeated: tuple[str, int] | None, lora: int = 0) -> fx.GraphModule:
     with building_on_meta():
         model = fake(shape)
+        if lora:
+            add_lora(model, lora)
     tokens = torch.zeros((batch, 32), dtype=torch.int64, device="meta")
     return record_joint(model, {"tokens": tokens, "targets": tokens}, repeated)
 
@@ -68,6 +74,16 @@ def test_a_recorded_step_is_as_torch_traces_it(shape: Shape, batch: int) -> None
     expected = written(traced(shape, batch, None))
     assert written(recorded(shape, batch, None)) == expected
     assert written(recorded(shape, batch + 1, None)) != expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, marks=[pytest.mark.long] * (n != _QUICK[0][0]), id=n) for n, s in _SHAPES.items()]
+)
+def test_adapters_are_recorded_as_torch_traces_them(shape: Shape) -> None:
+    expected = written(traced(shape, 2, None, lora=4))
+    assert written(recorded(shape, 2, None, lora=4)) == expected
+    assert written(recorded(shape, 2, None, lora=8)) != expected
 
 
 @pytest.mark.long
