@@ -55,11 +55,11 @@ check: lint
 	@$(TYPES) & $(PYTEST) -m "not slow and not long" && wait $$!
 
 # Ranks are forked, and what has run in a process before can hang its forks: they have a run of their own. A test that
-# hangs prints its stacks and fails.
+# hangs prints its stacks and fails. A CUDA build of torch has no second device, so nothing of tests/device to run (pytest's 5).
 test: lint
 	@$(TYPES) & $(PYTEST) -m "not long" --ignore tests/ranks $(BOUNDED) && wait $$!
 	@$(PYTEST) -m "not long" tests/ranks $(BOUNDED)
-	@$(PYTEST) -m "not long" tests/device $(BOUNDED)
+	@$(PYTEST) -m "not long" tests/device $(BOUNDED) || test $$? -eq 5
 
 long: $(READY)
 	@$(PYTEST) -m long
