@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from mtcompile.checkpoint.content import (
 from mtcompile.checkpoint.saving import begin, finish_saving, note
 from mtcompile.checkpoint.signatures import private_key
 from mtcompile.checkpoint.writing import check_room, write
-from mtcompile.reading import signals_noted
+from mtcompile.reading import HeldInterrupts, signals_noted
 from mtcompile.references import with_hooks
 from mtcompile.torch_private import DataWrites
 
@@ -93,6 +93,26 @@ def autosave(
         saver.end()
 
 
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """The last step that had ended: what is saved of it, and what tells whether it still can be. ``updated``: the optimizer has
+    begun another step, and nothing is watched any more."""
+
+    last: Moment
+    buffers: Mapping[str, tuple[Tensor, int, Tensor]]  # itself, its version, a copy
+    steps: int  # of backwards with updates until then
+    kept: Sequence[tuple[Tensor, int]]  # large tensors of the moment and parameters, not copied, and their versions
+    writes: DataWrites | None  # to the parameters through ``.data``, since the step has ended
+    updated: bool = False
+
+    def has_changed(self, model: nn.Module) -> bool:
+        """Tells whether somebody has changed what belongs to the moment and is not copied, such as averages swapped in."""
+        if any(tensor._version != version for tensor, version in self.kept):
+            return True
+        writes = self.writes
+        return writes is not None and any(map(writes.change_of, nn.Module.parameters(model)))
+
+
 @dataclass(slots=True)
 class Autosave:
     """The saves of one training, see ``autosave``."""
@@ -109,14 +129,9 @@ class Autosave:
     seconds: float
     signals: Collection[int] = ()  # that have come
     _stops: bool = False  # a signal has come to any rank
-    _last: Moment | None = None
-    _whole: bool = False  # nothing has changed the parameters since
-    _steps: int = 0  # of backwards with updates until then
+    _noted: _Note | None = None  # replaced as a whole, so that an interrupt leaves one or the other
     _saved_step: int | None = None
     _saved_at: float = field(default_factory=lambda: time.monotonic())
-    _buffers: dict[str, tuple[Tensor, int, Tensor]] = field(default_factory=dict)  # itself, its version, a copy
-    _kept: list[tuple[Tensor, int]] = field(default_factory=list)  # large tensors of the moment, not copied, and their versions
-    _writes: DataWrites | None = None  # to the parameters through ``.data``, since the step has ended
 
     def after(self, step: int, extra: Mapping[str, Any] | None = None) -> bool:
         """Notes that a step has ended, and saves if it is time. Returns whether the training should go on. ``extra``: as for
@@ -138,23 +153,32 @@ class Autosave:
         return self._stops or bool(self.signals)
 
     def note(self, step: int, extra: Mapping[str, Any] | None = None) -> None:
-        """Notes that a step has ended: what an error after it would save. ``after`` does so too."""
-        now, self._whole = moment(step, self.others, extra), True
+        """Notes that a step has ended: what an error after it would save. ``after`` does so too. Ctrl-C waits for it: the step
+        before can no longer be saved, and this one not yet."""
+        interrupts = HeldInterrupts()
+        interrupts.hold()
+        try:
+            self._noted = self._note_of(step, extra)
+        finally:
+            interrupts.release()
+
+    def _note_of(self, step: int, extra: Mapping[str, Any] | None) -> _Note:
+        now = moment(step, self.others, extra)
         small = [isinstance(tensor, Tensor) and tensor.nbytes <= _SMALL_NBYTES for tensor in now.tensors]
         tensors = tuple(t.clone() if copy_it else t for t, copy_it in zip(now.tensors, small, strict=True))  # type: ignore[union-attr]
         groups = () if self.optimizer is None else self.optimizer.param_groups
         states = {name: copy.deepcopy(state) for name, state in module_states(self.model)}
-        self._last = replace(now, tensors=tensors, groups=tuple(map(_copied_group, groups)), module_states=states)
-        self._copy_buffers()
-        self._steps = steps_in_backward(self.model)
+        now = replace(now, tensors=tensors, groups=tuple(map(_copied_group, groups)), module_states=states)
         watched = () if updates_in_backward(self.model) else tuple(nn.Module.parameters(self.model))
-        self._kept = [(t, t._version) for t in (*tensors, *watched) if isinstance(t, Tensor)]
-        self._writes = DataWrites(watched)
+        kept = [(t, t._version) for t in (*tensors, *watched) if isinstance(t, Tensor)]
+        return _Note(now, self._copied_buffers(), steps_in_backward(self.model), kept, DataWrites(watched))
 
     def save(self) -> None:
         """Saves the last step, unless it has been saved. Raises as ``save`` of this package does."""
-        if (last := self._last) is None or last.step == self._saved_step:
-            return
+        if self._noted is not None and self._noted.last.step != self._saved_step:
+            self._save(self._noted.last)
+
+    def _save(self, last: Moment) -> None:
         finish_saving(self.folder)
         with saving_together(self.model):
             content = content_of(self.folder, self.model, self.optimizer, last, self.keep, gradients=False)
@@ -177,45 +201,38 @@ class Autosave:
             finish_saving(self.folder)
         except Exception:  # the thread has warned of it
             self._saved_step = None
-        if self._last is None or self._last.step == self._saved_step:
+        if (noted := self._noted) is None or noted.last.step == self._saved_step:
             return
-        if steps_in_backward(self.model) != self._steps:  # Ctrl-C has ended a step
-            self._whole = False
-        step, outcome = self._last.step, "was saved"
-        if not self._whole:
+        step, outcome = noted.last.step, "was saved"
+        if noted.updated or steps_in_backward(self.model) != noted.steps:  # Ctrl-C has ended a step
             outcome = "is not saved: the optimizer has begun another step"
-        elif self._has_changed():
+        elif noted.has_changed(self.model):
             outcome = "is not saved: parameters, or tensors of others= or extra=, have been changed since"
         elif saves_together(self.model):  # the other ranks may not come
             outcome = "is not saved: each host has a part of the optimizer state"
         else:
-            buffers = {name: values for name, (_, _, values) in self._buffers.items()}
-            self._last, self.background = replace(self._last, buffers=buffers), False
+            self.background = False
             try:
-                self.save()
+                self._save(replace(noted.last, buffers={name: values for name, (_, _, values) in noted.buffers.items()}))
             except Exception as error:
                 outcome = f"could not be saved: {first_line(error)}"
         warnings.warn(f"an error ended the training. Step {step}, the last that had ended, {outcome}", stacklevel=4)
 
     def _stepping(self, *_: Any) -> None:
-        self._whole, self._writes, self._kept = False, None, []
+        if self._noted is not None:
+            self._noted = replace(self._noted, updated=True, writes=None, kept=())
 
-    def _has_changed(self) -> bool:
-        """Tells whether somebody has changed what belongs to the moment and is not copied, such as averages swapped in."""
-        if any(tensor._version != version for tensor, version in self._kept):
-            return True
-        writes = self._writes
-        return writes is not None and any(map(writes.change_of, nn.Module.parameters(self.model)))
-
-    def _copy_buffers(self) -> None:
-        """Keeps the values that buffers have now, such as running statistics, which a forward changes. Kernels change those
+    def _copied_buffers(self) -> dict[str, tuple[Tensor, int, Tensor]]:
+        """Returns the values that buffers have now, such as running statistics, which a forward changes. Kernels change those
         without counting their version up; a large buffer, such as a mask, is copied again only if that has counted up."""
+        before = {} if self._noted is None else self._noted.buffers
+        copies = {}
         for name, buffer in self.model.named_buffers():
-            before, version = self._buffers.get(name), buffer._version
-            if before is None or before[0] is not buffer or before[1] != version:
-                self._buffers[name] = buffer, version, buffer.detach().clone()
-            elif buffer.nbytes <= _SMALL_NBYTES:
-                before[2].copy_(buffer)
+            copied = before.get(name)
+            if copied is None or copied[0] is not buffer or copied[1] != buffer._version or buffer.nbytes <= _SMALL_NBYTES:
+                copied = buffer, buffer._version, buffer.detach().clone()
+            copies[name] = copied
+        return copies
 
 
 def _copied_group(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,18 +110,19 @@ def load(
         if name not in others_state:
             known = ", ".join(sorted(map(str, others_state))) or "none"
             raise CheckpointError(f"{path}: expected a state of {name!r} among those of others, found {known}")
-    with loading_whole(model):
-        with _all_or_none(path, others, others_state):
-            _load_training(path, model, weights, optimizer, state["optimizer"])
-        _set_gradients(model, state.get("gradients") or {})
     if optimizer is not None and (left := sorted(map(str, others_state.keys() - passed))):
         warnings.warn(
             f"{path} also holds the state of {', '.join(left)}, which was not passed to load and starts anew: pass "
             f"others={{{left[0]!r}: ...}} as to save",
             stacklevel=2,
         )
-    if generators and (own := _generators_of_rank(path, manifest, model, state["generators"])) is not None:
-        set_generator_states(own)
+    drawn = _generators_of_rank(path, manifest, model, state["generators"]) if generators else None
+    with loading_whole(model):
+        with _all_or_none(path, others, others_state):
+            _load_training(path, model, weights, optimizer, state["optimizer"])
+        _set_gradients(model, state.get("gradients") or {})
+        if drawn is not None:  # last, and part of the load: a model that draws other numbers is not the one that was saved
+            set_generator_states(drawn)
     return Loaded(path, manifest.step, dict(state["extra"]), state.get("provenance") or {})
 
 

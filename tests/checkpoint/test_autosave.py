@@ -3,9 +3,13 @@ save in the middle of an accumulation holds."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ import mtcompile
 from mtcompile import checkpoint
 from mtcompile.checkpoint import shard_writer
 from tests.checkpoint.runs import WAYS, Net, Run, seeded
+from tests.helpers.stopping import stop, stopped_at
 
 pytestmark = pytest.mark.slow  # it compiles models
 AHEAD = {"memory": "40KiB", "update": "backward", "run_ahead": True}
@@ -129,6 +134,62 @@ def test_an_error_saves_the_last_whole_step(way: dict[str, Any] | None, where: s
         raise Fault
     assert (checkpoint.latest(tmp_path) is None) == lost
     assert lost or goes_on(tmp_path, 4) == 2
+
+
+def noted(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.endswith(("/mtcompile/checkpoint/autosave.py", "/mtcompile/reading.py"))
+
+
+def ended_within_after(way: dict[str, Any] | None, folder: Path, instant: int, stop: Callable[[], None]) -> int:
+    """Trains two steps, and stops the second one's ``after`` at an instant; 0: only counts those that note the step."""
+    seeded()
+    run, count = Run(way), 0
+    with warnings.catch_warnings(), contextlib.suppress(Fault, KeyboardInterrupt), autosaved(run, folder) as saver:
+        warnings.simplefilter("ignore")
+        run.step()
+        saver.after(1)
+        if stop is ctrl_c:
+            stop()  # the first waits for after
+        run.step()
+        if not instant:
+            return stopped_at(lambda: saver.note(2), 0, noted)
+        count = stopped_at(lambda: saver.after(2), instant, noted, stop)
+        raise Fault
+    return count
+
+
+def ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("way", [None, {"memory": "40KiB", "update": "backward"}], ids=["plain", "backward"])
+@pytest.mark.parametrize("stop", [stop, ctrl_c])
+def test_what_is_saved_is_one_step_wherever_after_stops(
+    stop: Callable[[], None], way: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """A second Ctrl-C waits until the step is noted, so that it is saved; what cannot wait may lose it."""
+    seeded()
+    run, loaded = Run(), Run()
+    whole = [[*run.state(), torch.get_rng_state()] for _ in range(3) if run.step() is not None]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        count = ended_within_after(way, tmp_path / "count", 0, stop)
+        saved = list[int]()
+        for instant in range(1, count + 10, 1 if way is None else 9):
+            folder = tmp_path / str(instant)
+            ended_within_after(way, folder, instant, stop)
+            saved.append(0)
+            if checkpoint.latest(folder) is not None:
+                saved[-1] = loaded.load(folder).step
+                now = [*loaded.state(), torch.get_rng_state()]
+                assert all(map(torch.equal, now, whole[saved[-1] - 1])), f"instant {instant} of {count}"
+                assert loaded.scheduler.last_epoch == saved[-1]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert set(saved) <= {0, 2} and saved[-1] == 2
+    if stop is ctrl_c and way is None:
+        entered = saved.index(2)  # lines until Ctrl-C is held back: a step of which nothing is noted is lost
+        assert entered < len(saved) // 2 and set(saved[entered:]) == {2}
 
 
 class Counted(nn.Linear):

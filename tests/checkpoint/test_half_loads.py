@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,11 +37,13 @@ class Training:
         self.model(BATCH).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        torch.rand(1), random.random()
 
     def state(self) -> list[Tensor]:
         moments = [value for entry in self.optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
         tensors = (*nn.Module.parameters(self.model), *self.model.buffers(), *moments)
-        return [tensor.detach().clone() for tensor in tensors]
+        generators = torch.get_rng_state(), torch.tensor(random.getstate()[1])
+        return [tensor.detach().clone() for tensor in (*tensors, *generators)]
 
     def refuses(self, folder: Path) -> bool:
         refusals = 0
@@ -67,7 +70,8 @@ def check_every(training: Training, call: Any, tries: int, folder: Path) -> set[
     outcomes = set[str]()
     count = stopped_at(call, 0, loads)
     assert equal(training.state(), training.saved)
-    for instant in sorted({*range(1, count, max(1, count // tries)), *range(max(1, count - 400), count, 40)}):
+    ends = {*range(max(1, count - 400), count, 40), *range(max(1, count - 60), count, 3)}  # the generators come last
+    for instant in sorted({*range(1, count, max(1, count // tries)), *ends}):
         call()
         training.step()
         before = training.state()

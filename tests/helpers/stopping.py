@@ -15,7 +15,16 @@ class Stopped(BaseException):
     """An interrupt."""
 
 
-def stopped_at(call: Callable[[], Any], count: int, is_watched: Callable[[FrameType], bool] = lambda frame: True) -> int:
+def stop() -> None:
+    raise Stopped
+
+
+def stopped_at(
+    call: Callable[[], Any],
+    count: int,
+    is_watched: Callable[[FrameType], bool] = lambda frame: True,
+    stop: Callable[[], None] = stop,
+) -> int:
     """Calls a function, and stops it at the ``count``-th line or call of Python in frames that are watched. Returns how many
     there were till then."""
     seen = [0]
@@ -26,7 +35,7 @@ def stopped_at(call: Callable[[], Any], count: int, is_watched: Callable[[FrameT
         seen[0] += 1
         if seen[0] == count:
             sys.settrace(None)
-            raise Stopped
+            stop()
         return trace
 
     sys.settrace(trace)
