@@ -23,7 +23,7 @@ from mtcompile.models.decoders import parameter_counts
 from mtcompile.models.shapes import SHAPES
 
 SEQ, BATCHES = 4096, (16, 8, 4, 2, 1)
-MODELS = ("qwen3-4b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "llama-70b")
+MODELS = ("qwen3-4b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
 SYSTEM_GB = 4
 STATE_BYTES = 12  # per parameter: bf16 weight, 16-bit remainder of its fp32 master, two fp32 moments
 WEIGHT_BYTES = 2  # of these, what a frozen one takes
