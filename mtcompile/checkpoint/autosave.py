@@ -32,6 +32,7 @@ from mtcompile.checkpoint.content import (
     steps_in_backward,
     updates_in_backward,
 )
+from mtcompile.checkpoint.locks import held
 from mtcompile.checkpoint.saving import begin, finish_saving, note
 from mtcompile.checkpoint.signatures import private_key
 from mtcompile.checkpoint.writing import check_room, write
@@ -71,9 +72,11 @@ def autosave(
     written, synced and renamed there, and one checkpoint must have room.
     """
     key = None if signing_key is None else private_key(signing_key)
-    check_room(folder_of_rank(Path(folder), rank_of(model)), expected_nbytes(model, optimizer))
+    own_folder = folder_of_rank(Path(folder), rank_of(model))
+    check_room(own_folder, expected_nbytes(model, optimizer))
     saver = Autosave(Path(folder), model, optimizer, others or {}, keep, files or {}, key, background, every, minutes * 60)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(held(own_folder))
         if optimizer is not None:
             stack.callback(with_hooks(optimizer).register_step_pre_hook(saver._stepping).remove)
         if on_sigterm and threading.current_thread() is threading.main_thread():

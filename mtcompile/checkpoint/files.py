@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtcompile.checkpoint.locks import locked
 from mtcompile.errors import CheckpointError
 from mtcompile.reading import interrupts_later
 
@@ -224,52 +224,6 @@ def delete_unfinished(folder: Path) -> None:
     for path in folder.iterdir():
         if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             delete(path, [child.name for child in path.iterdir() if _OURS.fullmatch(child.name)])
-
-
-@contextlib.contextmanager
-def locked(folder: Path, patience_s: float = 0) -> Iterator[None]:
-    """Holds the folder's lock. Raises CheckpointError if another process saves into the folder, and OSError if the lock cannot
-    be had for another reason."""
-    import filelock
-
-    path = folder / ".lock"
-    try:
-        with interrupts_later():
-            held = filelock.FileLock(path).acquire(timeout=patience_s)
-    except filelock.Timeout:
-        _check_lock(path)
-        raise CheckpointError(
-            f"another process saves a checkpoint into {folder}; give each training a folder of its own"
-        ) from None
-    except (OSError, NotImplementedError, RuntimeError) as error:
-        raise _no_lock(path, error) from error
-    try:
-        yield
-    finally:
-        with interrupts_later():
-            held.lock.release()
-
-
-def _check_lock(path: Path) -> None:
-    """Raises OSError for a lock file that no process holds and that cannot be locked all the same."""
-    try:
-        number = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        finally:
-            os.close(number)
-    except BlockingIOError:  # held by another process
-        return
-    except OSError as error:
-        raise _no_lock(path, error) from error
-
-
-def _no_lock(path: Path, error: Exception) -> OSError:
-    reason = getattr(error, "strerror", None) or error
-    return OSError(
-        f"expected to lock {path}, found: {reason}. No other process is known to save there: delete the file, or save into a "
-        "folder of your own on a disk with file locks"
-    )
 
 
 def try_folder(folder: Path, patience_s: float = 0) -> None:

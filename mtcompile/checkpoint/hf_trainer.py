@@ -48,6 +48,7 @@ def autosave_trainer(
             self.generators: dict[str, Any] | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.stack.close()  # of a train before
             optimizer, others = _parts(trainer)
             if state.global_step and before is not None:
                 load(before, trainer.model, optimizer, others=others, generators=False)

@@ -18,7 +18,6 @@ from mtcompile.checkpoint.files import (
     checksum_of,
     delete,
     delete_unfinished,
-    locked,
     make_folder,
     on_disk,
     read_manifest,
@@ -28,6 +27,7 @@ from mtcompile.checkpoint.files import (
     write_bytes,
     write_manifest,
 )
+from mtcompile.checkpoint.locks import locked
 from mtcompile.checkpoint.shard_writer import write_shard
 from mtcompile.checkpoint.shards import INDEX
 from mtcompile.checkpoint.signatures import SIGNATURE, sign

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -69,5 +75,65 @@ def test_a_lock_that_fails_is_not_another_process(number: int, tmp_path: Path, m
 def test_a_lock_that_is_held_is_another_process(tmp_path: Path) -> None:
     with (tmp_path / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(mtcompile.CheckpointError, match="another process saves a checkpoint into"):
+        with pytest.raises(mtcompile.CheckpointError, match="another process saves checkpoints into"):
             entered(tmp_path)
+
+
+def saved_by_another_process(folder: Path, how: str) -> str:
+    """Saves into a folder from a new process. Returns what that said."""
+    code = (
+        "import sys, torch; from mtcompile import checkpoint; folder, model = sys.argv[1], torch.nn.Linear(4, 4)\n"
+        "try:\n"
+        "    if sys.argv[2] == 'save': checkpoint.save(folder, model, step=9)\n"
+        "    else:\n"
+        "        with checkpoint.autosave(folder, model) as saver: saver.after(9)\n"
+        "    print('saved')\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    return subprocess.run([sys.executable, "-c", code, str(folder), how], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("how", ["save", "autosave"])
+def test_a_training_holds_its_folder_until_its_end(how: str, tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    refused = f"CheckpointError process {os.getpid()} saves checkpoints into .*; wait for its end"
+    with checkpoint.autosave(tmp_path, model, background=True) as saver:
+        assert re.match(refused, saved_by_another_process(tmp_path, how))
+        saver.after(1)
+        saver.save()
+        checkpoint.save(tmp_path, model, step=2)  # of this training's process
+        assert re.match(refused, saved_by_another_process(tmp_path, how))
+        with pytest.raises(mtcompile.CheckpointError, match="this process already saves checkpoints into"):
+            entered(tmp_path)
+        shutil.rmtree(tmp_path)
+        saver.after(3)
+        saver.save()
+        saver.end()
+        assert re.match(refused, saved_by_another_process(tmp_path, how))
+    assert checkpoint.inspect(tmp_path).step == 3
+    checkpoint.save(tmp_path, model, step=4)
+
+
+def test_a_forked_child_neither_holds_nor_frees_the_folder(tmp_path: Path) -> None:
+    """Such as a worker that reads data, and that lives on where the training is killed."""
+    parent, child = multiprocessing.get_context("fork").Pipe()
+
+    def train() -> None:
+        with checkpoint.autosave(tmp_path, nn.Linear(4, 4)):
+            worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            worker.start()
+            child.send(worker.pid)
+            time.sleep(60)
+
+    training = multiprocessing.get_context("fork").Process(target=train)
+    training.start()
+    worker = parent.recv()
+    try:
+        with pytest.raises(mtcompile.CheckpointError, match=f"process {training.pid} saves checkpoints into"):
+            entered(tmp_path)
+        training.kill()
+        training.join()
+        os.kill(worker, 0)  # it lives
+        checkpoint.save(tmp_path, nn.Linear(4, 4), step=1)
+    finally:
+        os.kill(worker, signal.SIGKILL)
