@@ -149,7 +149,7 @@ def _in_use(folder: Path, path: Path) -> CheckpointError:
     number = found.decode() if found.isdigit() else ""
     if number == str(os.getpid()):
         return CheckpointError(f"this process already saves checkpoints into {folder}; give each training a folder of its own")
-    who = f"process {number}" if number else "another process"
+    who = f"another process, {number}," if number else "another process"
     return CheckpointError(
         f"{who} saves checkpoints into {folder}; wait for its end, or give each training a folder of its own"
     )

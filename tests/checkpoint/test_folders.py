@@ -96,7 +96,7 @@ def saved_by_another_process(folder: Path, how: str) -> str:
 @pytest.mark.parametrize("how", ["save", "autosave"])
 def test_a_training_holds_its_folder_until_its_end(how: str, tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
-    refused = f"CheckpointError process {os.getpid()} saves checkpoints into .*; wait for its end"
+    refused = f"CheckpointError another process, {os.getpid()}, saves checkpoints into .*; wait for its end"
     with checkpoint.autosave(tmp_path, model, background=True) as saver:
         assert re.match(refused, saved_by_another_process(tmp_path, how))
         saver.after(1)
@@ -129,7 +129,7 @@ def test_a_forked_child_neither_holds_nor_frees_the_folder(tmp_path: Path) -> No
     training.start()
     worker = parent.recv()
     try:
-        with pytest.raises(mtcompile.CheckpointError, match=f"process {training.pid} saves checkpoints into"):
+        with pytest.raises(mtcompile.CheckpointError, match=f"another process, {training.pid}, saves checkpoints into"):
             entered(tmp_path)
         training.kill()
         training.join()
