@@ -27,6 +27,7 @@ from mtcompile.checkpoint.content import (
     module_states,
     moment,
     rank_of,
+    refuse_others,
     saves_together,
     saving_together,
     steps_in_backward,
@@ -68,7 +69,8 @@ def autosave(
     The others are as for ``save``. The last step is saved when the training ends. If an error ends it, such as a loss that is
     not finite, the last step that ``after`` was told of is saved as it was then, and so are buffers, generators, the scheduler
     and options of the optimizer, such as its learning rate. If the parameters may have changed since, nothing is saved.
-    A resumed training has the same bits. Raises as ``save`` does. The folder is tested before the first step: a file is
+    A resumed training has the same bits. Raises as ``save`` does, and CheckpointError if the last checkpoint in ``folder`` is of
+    another training: load it first, or save elsewhere. Until its end, nobody else saves into the folder. It is tested before the first step: a file is
     written, synced and renamed there, and one checkpoint must have room.
     """
     key = None if signing_key is None else private_key(signing_key)
@@ -77,6 +79,7 @@ def autosave(
     saver = Autosave(Path(folder), model, optimizer, others or {}, keep, files or {}, key, background, every, minutes * 60)
     with contextlib.ExitStack() as stack:
         stack.enter_context(held(own_folder))
+        refuse_others(model, Path(folder))
         if optimizer is not None:
             stack.callback(with_hooks(optimizer).register_step_pre_hook(saver._stepping).remove)
         if on_sigterm and threading.current_thread() is threading.main_thread():

@@ -24,6 +24,7 @@ from mtcompile.checkpoint.content import (
     may_be_on_disk,
     optimized_names,
     rank_of,
+    resumed_from,
     with_masters,
     with_state,
 )
@@ -120,6 +121,7 @@ def load(
         _set_gradients(model, state.get("gradients") or {})
         if drawn is not None:  # last, and part of the load: a model that draws other numbers is not the one that was saved
             set_generator_states(drawn)
+    resumed_from(model, path.absolute().parent)
     return Loaded(path, manifest.step, dict(state["extra"]), state.get("provenance") or {})
 
 

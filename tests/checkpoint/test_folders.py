@@ -137,3 +137,43 @@ def test_a_forked_child_neither_holds_nor_frees_the_folder(tmp_path: Path) -> No
         checkpoint.save(tmp_path, nn.Linear(4, 4), step=1)
     finally:
         os.kill(worker, signal.SIGKILL)
+
+
+def trained(folder: Path, first: int, last: int, resumes: bool, compiled: bool = False) -> None:
+    model: Any = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if resumes:
+        assert checkpoint.load(folder, model, optimizer).step == first - 1
+    if compiled:
+        model = mtcompile.compile(model, memory="1MiB", optimizer=optimizer)
+    with checkpoint.autosave(folder, model, optimizer, every=1) as saver:
+        for step in range(first, last + 1):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            saver.after(step)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("step-*")}
+
+
+def test_a_training_that_does_not_resume_deletes_no_other(tmp_path: Path) -> None:
+    trained(tmp_path, 1, 3, resumes=False)
+    before = names(tmp_path)
+    with pytest.raises(mtcompile.CheckpointError, match="without checkpoints, or to resume from it, found .*step-00000003 of"):
+        trained(tmp_path, 1, 3, resumes=False)
+    assert names(tmp_path) == before == {"step-00000002", "step-00000003"}
+    trained(tmp_path, 4, 5, resumes=True, compiled=True)
+    assert names(tmp_path) == {"step-00000004", "step-00000005"}
+
+
+def test_save_deletes_only_what_its_model_was_saved_in_or_loaded_from(tmp_path: Path) -> None:
+    one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    checkpoint.save(tmp_path, one, step=1)
+    for step in (2, 3):
+        checkpoint.save(tmp_path, other, step=step, keep=1)
+    assert names(tmp_path) == {"step-00000001", "step-00000003"}
+    checkpoint.load(tmp_path / "step-00000001", other)
+    checkpoint.save(tmp_path, other, step=4, keep=1)
+    assert names(tmp_path) == {"step-00000004"}
