@@ -61,7 +61,9 @@ class Content:
 
     def with_files(self, files: Mapping[str, bytes], key: Any) -> Content:
         """Returns the same content with the caller's files and key. Raises ValueError for a name that they cannot have."""
-        for name in files:
+        for name, data in files.items():
+            if not isinstance(data, bytes):
+                raise TypeError(f"expected files= to have bytes, found {type(data).__name__} for {name!r}: encode text")
             if name in (MANIFEST, SIGNATURE, "config.json") or name.endswith(INDEX) or not may_be_added(name):
                 raise ValueError(
                     f"expected files= to have names of their own that end in .json, .jinja, .txt or .model, found {name!r}"

@@ -49,6 +49,20 @@ class Manifest:
     state: Mapping[str, Any]
 
 
+def folder_named(folder: str | os.PathLike[str]) -> Path:
+    """Returns the path of a folder to save into, from the root: it stays the same if the working directory changes. Raises
+    ValueError for no name, and OSError for a link that leads nowhere."""
+    path = Path(folder).absolute()
+    if not os.fspath(folder):
+        raise ValueError("expected the name of a folder to save into, found an empty one")
+    for parent in (path, *path.parents):
+        if parent.is_symlink() and not os.path.exists(parent):
+            raise OSError(
+                f"expected a folder to save into, found {parent}, a link to {os.readlink(parent)}, which leads nowhere"
+            )
+    return path
+
+
 def step_folder(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -203,6 +217,11 @@ def checkpoints(folder: Path, all_whole: bool = False) -> list[tuple[Path, Manif
         if not vanished:  # else a writer has deleted an old one meanwhile, and there is a new one
             break
     return sorted(complete, key=lambda pair: (pair[1].serial, pair[0].name))
+
+
+def no_checkpoint(folder: Path) -> CheckpointError:
+    found = "none" if folder.is_dir() else "a file" if folder.exists() else "that it does not exist"
+    return CheckpointError(f"expected a checkpoint in {folder}, or a folder that checkpoints were saved into, found {found}")
 
 
 def delete(folder: Path, names: Collection[str]) -> None:

@@ -29,7 +29,7 @@ from mtcompile.checkpoint.content import (
     with_state,
 )
 from mtcompile.checkpoint.encoding import decoded
-from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
+from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, no_checkpoint, read_manifest, verify_files
 from mtcompile.checkpoint.generators import check_generator_states, set_generator_states
 from mtcompile.checkpoint.saving import wait_for_saving
 from mtcompile.checkpoint.shards import INDEX, mapped_tensors
@@ -214,7 +214,7 @@ def _opened(folder: Path) -> tuple[Path, Manifest]:
         return folder, read_manifest(folder)
     complete = checkpoints(folder)
     if not complete:
-        raise CheckpointError(f"expected a checkpoint in {folder}, or a folder that checkpoints were saved into, found none")
+        raise no_checkpoint(folder)
     return complete[-1]
 
 

@@ -177,3 +177,29 @@ def test_save_deletes_only_what_its_model_was_saved_in_or_loaded_from(tmp_path: 
     checkpoint.load(tmp_path / "step-00000001", other)
     checkpoint.save(tmp_path, other, step=4, keep=1)
     assert names(tmp_path) == {"step-00000004"}
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 4)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with checkpoint.autosave("run", model) as saver:
+        monkeypatch.chdir("elsewhere")
+        saver.after(1)
+    assert names(tmp_path / "run") == {"step-00000001"} and not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    for save in (entered, lambda folder: checkpoint.save(folder, model, step=1)):
+        with pytest.raises(ValueError, match="expected the name of a folder to save into, found an empty one"):
+            save("")
+        for link, end in (("dangling", "nowhere"), ("loop", "loop")):
+            (tmp_path / link).unlink(missing_ok=True)
+            (tmp_path / link).symlink_to(end)
+            with pytest.raises(OSError, match=f"found .*{link}, a link to {end}, which leads nowhere"):
+                save(tmp_path / link / "run")
+    with pytest.raises(mtcompile.CheckpointError, match="found that it does not exist"):
+        checkpoint.load(tmp_path / "missing", model)
+    with pytest.raises(TypeError, match="expected files= to have bytes, found str for 'x.json': encode text"):
+        checkpoint.save(tmp_path, model, step=1, files={"x.json": "text"})  # type: ignore[dict-item]
