@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtcompile.errors import CheckpointError
-from mtcompile.reading import interrupts_later
+from mtcompile.runtime.interrupts import interrupts_later
 
 _MOST_NBYTES = 20  # of a number in the lock's file
 _PAUSE_S = 0.05
