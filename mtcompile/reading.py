@@ -23,7 +23,7 @@ from mtcompile.runtime.interrupts import interrupts_later
 MANY_NBYTES = 1 << 28  # of a file that programs write
 FEW_NBYTES = 1 << 20  # of a file that people write
 _PIECE_NBYTES = 1 << 20
-_TOGETHER_S = 0.1  # two signals of one sender; a handler that went between them would be missing
+_TOGETHER_S = 1.0  # signals of one request: terminals and launchers send it twice, torchrun after its next look at the workers
 _MOST_REASON = 200  # characters of a library's
 # C0 and C1 without tab and line feed, separators of lines, marks and overrides of direction, lone surrogates
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -119,13 +119,13 @@ def parsed_json(text: str, place: object) -> Any:
 
 @contextlib.contextmanager
 def signals_noted(texts: Mapping[int, str]) -> Iterator[set[int]]:
-    """Notes the first of these signals, and one of another kind that comes with it; the handlers before have the next ones.
+    """Notes these signals, for a second from the first on, as one request; the handlers before have those that come later.
     Yields those that have come. Nothing is written here, which could raise amid updates: another thread says the signal's text
-    on stderr."""
+    on stderr, as it is by then."""
     noted, come, first = set[int](), threading.Event(), list[float]()
 
     def note(number: int, frame: FrameType | None) -> None:
-        if noted and (number in noted or time.monotonic() - first[0] > _TOGETHER_S):
+        if first and time.monotonic() - first[0] > _TOGETHER_S:
             restore()
             act(before[number], number, frame)
             return
@@ -137,7 +137,7 @@ def signals_noted(texts: Mapping[int, str]) -> Iterator[set[int]]:
     def tell() -> None:
         come.wait()
         with contextlib.suppress(OSError, ValueError):  # whoever read it may have been interrupted too
-            for text in filter(None, (texts[number] for number in tuple(noted))):
+            for text in filter(None, {texts[number]: None for number in tuple(noted)}):
                 print(text, file=sys.stderr, flush=True)
 
     def restore() -> None:

@@ -1,4 +1,4 @@
-"""Signals that are noted: the first, and one of another kind that comes with it; the next one acts at once."""
+"""Signals that are noted: those within a second are one request, and the next one acts at once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _PROGRAM = """
 import os, signal, sys, time
 from mtcompile.reading import signals_noted
 signal.signal(signal.SIGINT, signal.default_int_handler)
-first, second, together = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "together"
+first, second, when = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 try:
     with signals_noted({signal.SIGINT: "", signal.SIGTERM: ""}) as noted:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {first, second} if together else ())
+        signal.pthread_sigmask(signal.SIG_BLOCK, {first, second} if when == "together" else ())
         os.kill(os.getpid(), first)
-        time.sleep(0 if together else 0.3)
+        time.sleep({"together": 0, "soon": 0.3, "later": 1.2}[when])
         os.kill(os.getpid(), second)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {first, second})
         time.sleep(0.01)
@@ -32,6 +32,9 @@ except KeyboardInterrupt:
     [
         (15, 2, "together", "2 15\n", 0),
         (2, 15, "together", "2 15\n", 0),
+        (2, 2, "soon", "2\n", 0),
+        (15, 15, "soon", "15\n", 0),
+        (2, 15, "soon", "2 15\n", 0),
         (2, 2, "later", "interrupted\n", 0),
         (15, 2, "later", "interrupted\n", 0),
         (2, 15, "later", "", -15),

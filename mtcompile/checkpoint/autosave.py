@@ -27,11 +27,14 @@ from mtcompile.checkpoint.content import (
     module_states,
     moment,
     rank_of,
+    refuse_others,
     saves_together,
     saving_together,
     steps_in_backward,
     updates_in_backward,
 )
+from mtcompile.checkpoint.files import folder_named
+from mtcompile.checkpoint.locks import held
 from mtcompile.checkpoint.saving import begin, finish_saving, note
 from mtcompile.checkpoint.signatures import private_key
 from mtcompile.checkpoint.writing import check_room, write
@@ -67,13 +70,18 @@ def autosave(
     The others are as for ``save``. The last step is saved when the training ends. If an error ends it, such as a loss that is
     not finite, the last step that ``after`` was told of is saved as it was then, and so are buffers, generators, the scheduler
     and options of the optimizer, such as its learning rate. If the parameters may have changed since, nothing is saved.
-    A resumed training has the same bits. Raises as ``save`` does. The folder is tested before the first step: a file is
-    written, synced and renamed there, and one checkpoint must have room.
+    A resumed training has the same bits. Raises as ``save`` does, and CheckpointError if the last checkpoint in ``folder`` is
+    of another training: load it first, or save elsewhere. Until its end, no other process saves into the folder. It is tested
+    before the first step: a file is written, synced and renamed there, and one checkpoint must have room.
     """
     key = None if signing_key is None else private_key(signing_key)
-    check_room(folder_of_rank(Path(folder), rank_of(model)), expected_nbytes(model, optimizer))
-    saver = Autosave(Path(folder), model, optimizer, others or {}, keep, files or {}, key, background, every, minutes * 60)
+    folder = folder_named(folder)
+    own_folder = folder_of_rank(folder, rank_of(model))
+    check_room(own_folder, expected_nbytes(model, optimizer))
+    saver = Autosave(folder, model, optimizer, others or {}, keep, files or {}, key, background, every, minutes * 60)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(held(own_folder))
+        refuse_others(model, folder)
         if optimizer is not None:
             stack.callback(with_hooks(optimizer).register_step_pre_hook(saver._stepping).remove)
         if on_sigterm and threading.current_thread() is threading.main_thread():

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from mtcompile.api import plain_class
 from mtcompile.checkpoint.adapters import adapter_config, base_is_apart, base_of, names_in_file
 from mtcompile.checkpoint.encoding import Storable, encoded, storable
-from mtcompile.checkpoint.files import MANIFEST, may_be_added
+from mtcompile.checkpoint.files import MANIFEST, checkpoints, may_be_added
 from mtcompile.checkpoint.generators import generator_states
 from mtcompile.checkpoint.provenance import provenance
 from mtcompile.checkpoint.shards import INDEX
@@ -36,7 +37,8 @@ _HALF_LOADED = "_mt_half_loaded"  # of a plain model: hooks that refuse it
 class Content:
     """All that a checkpoint of ``step`` is to hold; of a rank that is not the first, its random generators alone.
     ``tied``: name -> the parameter that it shares all of its memory with. ``tensors``: those of ``state``, by their numbers.
-    ``files``: further files as bytes by name, config.json among them. ``key``: signs it, if there is one."""
+    ``files``: further files as bytes by name, config.json among them. ``key``: signs it, if there is one. ``own``: what
+    ``own_checkpoints`` returns, the only ones that may be deleted."""
 
     step: int
     keep: int
@@ -45,6 +47,7 @@ class Content:
     tensors: Mapping[str, Storable]
     state: Mapping[str, Any]
     files: Mapping[str, bytes]
+    own: set[str]
     rank: int = 0
     key: Any = None
 
@@ -59,7 +62,9 @@ class Content:
 
     def with_files(self, files: Mapping[str, bytes], key: Any) -> Content:
         """Returns the same content with the caller's files and key. Raises ValueError for a name that they cannot have."""
-        for name in files:
+        for name, data in files.items():
+            if not isinstance(data, bytes):
+                raise TypeError(f"expected files= to have bytes, found {type(data).__name__} for {name!r}: encode text")
             if name in (MANIFEST, SIGNATURE, "config.json") or name.endswith(INDEX) or not may_be_added(name):
                 raise ValueError(
                     f"expected files= to have names of their own that end in .json, .jinja, .txt or .model, found {name!r}"
@@ -138,7 +143,7 @@ def content_of(
         generators = encoded(now.generators, own, "generators")
         numbered = {str(number): tensor for number, tensor in enumerate(own)}
         state = {"model": encoded({}, own, "model"), "generators": generators}
-        return Content(now.step, keep, {}, {}, numbered, state, {}, rank)
+        return Content(now.step, keep, {}, {}, numbered, state, {}, own_checkpoints(model, folder), rank)
     weights, others_of_model, tied = _weights(model)
     weights.update({name: buffer for name, buffer in now.buffers.items() if name in weights})
     for name, state in now.module_states.items():
@@ -168,7 +173,7 @@ def content_of(
     }
     state = {name: encoded(part, tensors, name) for name, part in parts.items()} | {"others": now.others, "extra": now.extra}
     numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
-    return Content(now.step, keep, weights, tied, numbered, state, _configuration(model))
+    return Content(now.step, keep, weights, tied, numbered, state, _configuration(model), own_checkpoints(model, folder))
 
 
 def _apart(
@@ -268,6 +273,31 @@ def any_rank(model: nn.Module, flags: tuple[bool, ...]) -> tuple[bool, ...]:
 def folder_of_rank(folder: Path, rank: int) -> Path:
     """Returns where a rank saves what is its own alone."""
     return folder / f"rank-{rank:04d}" if rank else folder
+
+
+_own: weakref.WeakKeyDictionary[nn.Module, dict[Path, set[str]]] = weakref.WeakKeyDictionary()
+
+
+def own_checkpoints(model: nn.Module, folder: Path) -> set[str]:
+    """Returns the names of this rank's checkpoints in a folder that the model was saved in or resumed from: a set that a save
+    adds to. What is there beside them is of another training."""
+    return _own.setdefault(model, {}).setdefault(folder_of_rank(folder, rank_of(model)).resolve(), set())
+
+
+def resumed_from(model: nn.Module, folder: Path) -> None:
+    """Notes that the training that saved into a folder goes on with this model."""
+    paths = checkpoints(folder_of_rank(folder, rank_of(model)))
+    own_checkpoints(model, folder).update(path.name for path, _ in paths)
+
+
+def refuse_others(model: nn.Module, folder: Path) -> None:
+    """Raises CheckpointError if the last checkpoint in a folder is of another training."""
+    found = checkpoints(folder_of_rank(folder, rank_of(model)))
+    if found and found[-1][0].name not in own_checkpoints(model, folder):
+        raise CheckpointError(
+            f"expected a folder without checkpoints, or to resume from it, found {found[-1][0]} of another training: resume "
+            "(checkpoint.load before autosave; --resume of mtcompile train), save into another folder, or delete that one"
+        )
 
 
 def updates_in_backward(model: nn.Module) -> bool:

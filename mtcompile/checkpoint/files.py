@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtcompile.checkpoint.locks import locked
 from mtcompile.errors import CheckpointError
 from mtcompile.runtime.interrupts import interrupts_later
 
@@ -47,6 +47,20 @@ class Manifest:
     files: Mapping[str, FileEntry]
     tied: Mapping[str, str]
     state: Mapping[str, Any]
+
+
+def folder_named(folder: str | os.PathLike[str]) -> Path:
+    """Returns the path of a folder to save into, from the root: it stays the same if the working directory changes. Raises
+    ValueError for no name, and OSError for a link that leads nowhere."""
+    path = Path(folder).absolute()
+    if not os.fspath(folder):
+        raise ValueError("expected the name of a folder to save into, found an empty one")
+    for parent in (path, *path.parents):
+        if parent.is_symlink() and not os.path.exists(parent):
+            raise OSError(
+                f"expected a folder to save into, found {parent}, a link to {os.readlink(parent)}, which leads nowhere"
+            )
+    return path
 
 
 def step_folder(step: int) -> str:
@@ -205,6 +219,11 @@ def checkpoints(folder: Path, all_whole: bool = False) -> list[tuple[Path, Manif
     return sorted(complete, key=lambda pair: (pair[1].serial, pair[0].name))
 
 
+def no_checkpoint(folder: Path) -> CheckpointError:
+    found = "none" if folder.is_dir() else "a file" if folder.exists() else "that it does not exist"
+    return CheckpointError(f"expected a checkpoint in {folder}, or a folder that checkpoints were saved into, found {found}")
+
+
 def delete(folder: Path, names: Collection[str]) -> None:
     """Deletes a checkpoint's files and, if nothing else is in it, its folder. Its name goes first: what is left after an
     interrupt is deleted by the next save."""
@@ -224,52 +243,6 @@ def delete_unfinished(folder: Path) -> None:
     for path in folder.iterdir():
         if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             delete(path, [child.name for child in path.iterdir() if _OURS.fullmatch(child.name)])
-
-
-@contextlib.contextmanager
-def locked(folder: Path, patience_s: float = 0) -> Iterator[None]:
-    """Holds the folder's lock. Raises CheckpointError if another process saves into the folder, and OSError if the lock cannot
-    be had for another reason."""
-    import filelock
-
-    path = folder / ".lock"
-    try:
-        with interrupts_later():
-            held = filelock.FileLock(path).acquire(timeout=patience_s)
-    except filelock.Timeout:
-        _check_lock(path)
-        raise CheckpointError(
-            f"another process saves a checkpoint into {folder}; give each training a folder of its own"
-        ) from None
-    except (OSError, NotImplementedError, RuntimeError) as error:
-        raise _no_lock(path, error) from error
-    try:
-        yield
-    finally:
-        with interrupts_later():
-            held.lock.release()
-
-
-def _check_lock(path: Path) -> None:
-    """Raises OSError for a lock file that no process holds and that cannot be locked all the same."""
-    try:
-        number = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        finally:
-            os.close(number)
-    except BlockingIOError:  # held by another process
-        return
-    except OSError as error:
-        raise _no_lock(path, error) from error
-
-
-def _no_lock(path: Path, error: Exception) -> OSError:
-    reason = getattr(error, "strerror", None) or error
-    return OSError(
-        f"expected to lock {path}, found: {reason}. No other process is known to save there: delete the file, or save into a "
-        "folder of your own on a disk with file locks"
-    )
 
 
 def try_folder(folder: Path, patience_s: float = 0) -> None:

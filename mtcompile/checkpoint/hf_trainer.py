@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mtcompile.checkpoint.autosave import Autosave, autosave
-from mtcompile.checkpoint.files import may_be_added
+from mtcompile.checkpoint.files import folder_named, may_be_added
 from mtcompile.checkpoint.generators import set_generator_states
 from mtcompile.checkpoint.reading import latest, load, saved_generators
 
@@ -37,6 +37,7 @@ def autosave_trainer(
     """
     from transformers import TrainerCallback
 
+    folder = folder_named(folder)
     before = latest(folder)
 
     class Saves(TrainerCallback):
@@ -48,6 +49,7 @@ def autosave_trainer(
             self.generators: dict[str, Any] | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.stack.close()  # of a train before
             optimizer, others = _parts(trainer)
             if state.global_step and before is not None:
                 load(before, trainer.model, optimizer, others=others, generators=False)

@@ -25,11 +25,12 @@ from mtcompile.checkpoint.content import (
     may_be_on_disk,
     optimized_names,
     rank_of,
+    resumed_from,
     with_masters,
     with_state,
 )
 from mtcompile.checkpoint.encoding import decoded
-from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
+from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, no_checkpoint, read_manifest, verify_files
 from mtcompile.checkpoint.generators import check_generator_states, set_generator_states
 from mtcompile.checkpoint.saving import wait_for_saving
 from mtcompile.checkpoint.shards import INDEX, mapped_tensors
@@ -123,6 +124,7 @@ def load(
         _set_gradients(model, state.get("gradients") or {})
         if drawn is not None:  # last, and part of the load: a model that draws other numbers is not the one that was saved
             set_generator_states(drawn)
+    resumed_from(model, path.absolute().parent)
     return Loaded(path, manifest.step, dict(state["extra"]), state.get("provenance") or {})
 
 
@@ -215,7 +217,7 @@ def _opened(folder: Path) -> tuple[Path, Manifest]:
         return folder, read_manifest(folder)
     complete = checkpoints(folder)
     if not complete:
-        raise CheckpointError(f"expected a checkpoint in {folder}, or a folder that checkpoints were saved into, found none")
+        raise no_checkpoint(folder)
     return complete[-1]
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from mtcompile.checkpoint.content import Content, content_of, moment, saving_together
+from mtcompile.checkpoint.files import folder_named
 from mtcompile.checkpoint.signatures import private_key
 from mtcompile.checkpoint.writing import write
 from mtcompile.machine.device import check_room
@@ -63,7 +64,8 @@ def save(
     step           how many steps the model has trained
     others         objects with ``state_dict()`` by name, such as a scheduler, a GradScaler or a data loader
     extra          numbers, text and tensors of your own by name, such as the position in the data
-    keep           how many checkpoints stay in ``folder``; older ones are deleted last, 0 keeps all
+    keep           how many checkpoints of this model, saved or loaded, stay in ``folder``; older ones are deleted last; 0: all
+                   stay
     files          further files of the checkpoint, as bytes by name, such as a tokenizer's: .json, .jinja, .txt or .model
     signing_key    a file with a private Ed25519 key, in PEM or OpenSSH format, that signs the checkpoint
 
@@ -75,6 +77,7 @@ def save(
     checkpoints are then as they were.
     """
     key = None if signing_key is None else private_key(signing_key)
+    folder_named(folder)
     finish_saving(folder)
     with saving_together(model):
         content = content_of(Path(folder), model, optimizer, moment(step, others, extra), keep).with_files(files or {}, key)
@@ -100,10 +103,11 @@ def save_in_background(
     memory has no room for the copy. A later error is a warning, and is raised by ``wait`` or by the next save into ``folder``.
     """
     key = None if signing_key is None else private_key(signing_key)
+    named = folder_named(folder)
     finish_saving(folder)
     with saving_together(model):
         content = content_of(Path(folder), model, optimizer, moment(step, others, extra), keep).with_files(files or {}, key)
-        saving = begin(Path(folder), content)
+        saving = begin(named, content)
     saving.note_to(model)
     return saving
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, read_manifest, verify_files
+from mtcompile.checkpoint.files import MANIFEST, Manifest, checkpoints, no_checkpoint, read_manifest, verify_files
 from mtcompile.checkpoint.provenance import check_told
 from mtcompile.checkpoint.reading import Loaded, inspect
 from mtcompile.checkpoint.saving import wait_for_saving
@@ -45,7 +45,7 @@ def _newest(folder: Path) -> tuple[Path, Manifest]:
         return folder, read_manifest(folder)
     found = checkpoints(folder, all_whole=True)
     if not found:
-        raise CheckpointError(f"expected a checkpoint in {folder}, or a folder that checkpoints were saved into, found none")
+        raise no_checkpoint(folder)
     return found[-1]
 
 

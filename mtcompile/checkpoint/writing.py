@@ -19,7 +19,6 @@ from mtcompile.checkpoint.files import (
     checksum_of,
     delete,
     delete_unfinished,
-    locked,
     make_folder,
     on_disk,
     read_manifest,
@@ -29,6 +28,7 @@ from mtcompile.checkpoint.files import (
     write_bytes,
     write_manifest,
 )
+from mtcompile.checkpoint.locks import locked
 from mtcompile.checkpoint.shard_writer import write_shard
 from mtcompile.checkpoint.shards import INDEX
 from mtcompile.checkpoint.signatures import SIGNATURE, sign
@@ -70,11 +70,13 @@ def write(folder: Path, content: Content) -> Path:
                 on_disk(new)
                 read_manifest(new)  # what is saved can be read, or the earlier ones stay
                 target = _renamed(new, folder, step, serial)
+                content.own.add(target.name)
             except BaseException:
                 delete(new, os.listdir(new) if new.is_dir() else ())
                 raise
             on_disk(folder)
-            for path, manifest in before[: len(before) + 1 - keep] if 0 < keep <= len(before) else ():
+            own = [(path, manifest) for path, manifest in before if path.name in content.own]
+            for path, manifest in own[: len(own) + 1 - keep] if 0 < keep <= len(own) else ():
                 delete(path, {SIGNATURE, *manifest.files})
     except CheckpointError:
         raise

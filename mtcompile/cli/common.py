@@ -44,6 +44,12 @@ Model = Annotated[
 class Commands(TyperGroup):
     """Ends every command with a sentence and an exit code, whatever stopped it. MT_DEBUG=1 shows the traceback instead."""
 
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        try:
+            return super().make_context(*args, **more)
+        except KeyboardInterrupt as error:
+            raise _interrupted("mtcompile", error) from None
+
     def invoke(self, ctx: Any) -> Any:
         try:
             try:
@@ -53,9 +59,8 @@ class Commands(TyperGroup):
                     return super().invoke(ctx)
             finally:
                 sys.stdout.flush()  # a full disk is noticed here, not after the exit code has been given
-        except KeyboardInterrupt:
-            print(f"{_name(ctx)}: interrupted", file=sys.stderr)
-            raise typer.Exit(INTERRUPTED) from None
+        except KeyboardInterrupt as error:
+            raise _interrupted(_name(ctx), error) from None
         except BaseException as error:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
@@ -67,6 +72,11 @@ class Commands(TyperGroup):
                 _drop_output()
             print(f"{_name(ctx)}: {printable(sentence)}", file=sys.stderr)
             raise typer.Exit(code) from None
+
+
+def _interrupted(name: str, error: KeyboardInterrupt) -> typer.Exit:
+    print(": ".join(filter(None, (f"{name}: interrupted", str(error)))), file=sys.stderr)
+    return typer.Exit(INTERRUPTED)
 
 
 def _options_of(command: Any) -> list[str]:

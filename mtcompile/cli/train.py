@@ -68,20 +68,64 @@ def train(
     repeated = {name: tuple(getattr(options, name) or ()) for name in ("data", "allow_new", "allow_change", "lora_targets")}
     recipe = Recipe(model, **{**values(options), **repeated})
     job = prepared(recipe)  # before the first step there is nothing to save: Ctrl-C ends it at once
-    with _stopping() as stop, _reporting(job, as_json) as report:
-        summary = run(job, report, stop)
-    if not job.together.rank:
-        _say(json.dumps(asdict(summary), indent=1) if as_json else _lines(summary), sys.stdout)
+    with _stopping(job) as (stop, ended), _reporting(job, as_json) as report:
+
+        def reported(row: Row | Evaluation, model: Any) -> None:
+            ended(row.step)
+            report(row, model)
+
+        summary = run(job, reported, stop)
+        if not job.together.rank:
+            _say(json.dumps(asdict(summary), indent=1) if as_json else _lines(summary), sys.stdout)
     raise typer.Exit(INTERRUPTED if summary.interrupted else FINE)
 
 
 @contextlib.contextmanager
-def _stopping() -> Iterator[Callable[[], bool]]:
-    """Lets the first Ctrl-C or SIGTERM end the training after the current step, the second at once. Yields whether there was a
-    first."""
-    text = "\nmtcompile train: stopping after this step; Ctrl-C again stops now"
-    with signals_noted({signal.SIGINT: text, signal.SIGTERM: text}) as noted:
-        yield lambda: bool(noted)
+def _stopping(job: Job) -> Iterator[tuple[Callable[[], bool], Callable[[int], None]]]:
+    """Lets the first Ctrl-C or SIGTERM end the training after the current step, one that comes over a second later at once; the
+    error then says what is saved. Yields whether there was a first, and a function to call with each step that has ended."""
+    again = "Ctrl-C again, a second later, stops now"
+    first = f"\nmtcompile train: stopping after the first step, which is captured and planned before it runs; {again}"
+    texts: dict[int, str] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), first)
+    last = 0
+
+    def ended(step: int) -> None:
+        nonlocal last
+        last = step
+        texts.update(dict.fromkeys(texts, f"\nmtcompile train: stopping after this step; {again}"))
+
+    try:
+        with _sigterm_as_ctrl_c(), signals_noted(texts) as noted:
+            yield lambda: bool(noted), ended
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_kept(job.recipe.save, last)) from None
+
+
+@contextlib.contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Lets SIGTERM raise what Ctrl-C does, where it would end the process without a word."""
+    ends = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if ends:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if ends:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _kept(folder: Path | None, step: int) -> str:
+    """Says whether the last step that has ended, ``step``, is saved, and in which checkpoint."""
+    from mtcompile import checkpoint
+
+    if folder is None or not step:
+        return ""
+    path = checkpoint.latest(folder)
+    saved = 0 if path is None else checkpoint.inspect(path).step
+    if saved >= step:
+        return f"saved: {path}"
+    last = f"{folder} has no checkpoint" if path is None else f"the last checkpoint: {path}"
+    return f"not saved: what was trained after step {saved}; {last}"
 
 
 @contextlib.contextmanager

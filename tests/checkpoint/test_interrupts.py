@@ -11,18 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import filelock
 import pytest
 import torch
 from torch import nn
 
 import mtcompile.reading
 from mtcompile import checkpoint
-from mtcompile.checkpoint import files, shard_writer, writing
+from mtcompile.checkpoint import files, locks, shard_writer, writing
 
-_WATCHED = {module.__file__ for module in (files, shard_writer, writing, mtcompile.reading, threading, queue)} | {
-    str(path) for path in Path(filelock.__file__).parent.glob("*.py")
-}
+_WATCHED = {module.__file__ for module in (files, locks, shard_writer, writing, mtcompile.reading, threading, queue)}
 _TRIALS = 150
 
 

@@ -162,11 +162,18 @@ def test_a_resumed_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    yield from started(tmp_path, "--steps", "100000")
+
+
+def started(
+    tmp_path: Path, *more: str, program: tuple[str, ...] = ("-m", "mtcompile")
+) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """Yields a training that goes on, and the file of its metrics."""
     wanted = recipe(tmp_path)
     metrics = tmp_path / "run.jsonl"
-    arguments = ["--data", str(wanted.data[0]), "--batch", "4", "--seq", "16", "--device", "cpu", "--steps", "100000"]
-    arguments += ["--metrics", str(metrics), "--save", str(tmp_path / "run")]
-    command = [sys.executable, "-m", "mtcompile", "train", wanted.model, *arguments]
+    arguments = ["--data", str(wanted.data[0]), "--batch", "4", "--seq", "16", "--device", "cpu"]
+    arguments += ["--metrics", str(metrics), "--save", str(tmp_path / "run"), *more]
+    command = [sys.executable, *program, "train", wanted.model, *arguments]
     env = {**os.environ, "MT_CACHE": "0", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     yield process, metrics
@@ -174,15 +181,20 @@ def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     process.communicate()
 
 
-def test_ctrl_c_ends_it_after_a_step_with_everything_written(running: tuple[subprocess.Popen[str], Path]) -> None:
+@pytest.mark.parametrize("sent", [(signal.SIGINT,), (signal.SIGINT, signal.SIGTERM, signal.SIGINT)], ids=["once", "forwarded"])
+def test_ctrl_c_ends_it_after_a_step_with_everything_written(
+    running: tuple[subprocess.Popen[str], Path], sent: tuple[signal.Signals, ...]
+) -> None:
     process, metrics = running
     until = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") > 2) and time.monotonic() < until:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    for number in sent:
+        process.send_signal(number)
+        time.sleep(0.003)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in out + err and "stopping after this step" in err
+    assert process.returncode == 130 and "Traceback" not in out + err and err.count("stopping after this step") == 1
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert set(rows[0]) == {
         "step", "loss", "lr", "grad_norm", "tokens_per_s", "peak_device_bytes", "peak_host_bytes",
@@ -191,6 +203,34 @@ def test_ctrl_c_ends_it_after_a_step_with_everything_written(running: tuple[subp
         checkpoint.inspect(metrics.parent / "run").step == len(rows) == rows[-1]["step"]
         and f"interrupted after {len(rows)} of 100000 steps" in out
     )
+
+
+_SLOW_DISK = """
+import os, runpy, sys, time
+sync, metrics = os.fsync, sys.argv[sys.argv.index("--metrics") + 1]
+def slow(file):
+    if os.path.exists(metrics) and open(metrics).read().count("\\n") >= 3:
+        print("saving", flush=True)
+        time.sleep(2)
+    sync(file)
+os.fsync = slow
+runpy.run_module("mtcompile", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 3), (signal.SIGTERM, 2)])  # a sync lets one through
+def test_a_later_signal_stops_the_last_save_and_says_so(number: signal.Signals, times: int, tmp_path: Path) -> None:
+    for process, _ in started(tmp_path, "--steps", "3", "--save-every", "2", program=("-c", _SLOW_DISK)):
+        assert process.stdout is not None
+        assert any(line == "saving\n" for line in process.stdout), process.communicate()
+        for _ in range(times):
+            process.send_signal(number)
+            time.sleep(1.2)
+        out, err = process.communicate(timeout=60)
+    path = tmp_path / "run" / "step-00000002"
+    said = f"mtcompile train: interrupted: not saved: what was trained after step 2; the last checkpoint: {path}"
+    assert process.returncode == 130 and err.splitlines()[-1] == said, (out, err)
+    assert checkpoint.latest(tmp_path / "run") == path
 
 
 def test_the_command_trains_on_tokens_and_says_what_it_did(tmp_path: Path) -> None:
