@@ -64,7 +64,7 @@ def save(
     step           how many steps the model has trained
     others         objects with ``state_dict()`` by name, such as a scheduler, a GradScaler or a data loader
     extra          numbers, text and tensors of your own by name, such as the position in the data
-    keep           how many checkpoints of this model, saved or loaded, stay in ``folder``; older ones are deleted last, 0 keeps all
+    keep           how many checkpoints of this model, saved or loaded, stay in ``folder``; older ones go last, 0 keeps all
     files          further files of the checkpoint, as bytes by name, such as a tokenizer's: .json, .jinja, .txt or .model
     signing_key    a file with a private Ed25519 key, in PEM or OpenSSH format, that signs the checkpoint
 

@@ -161,7 +161,7 @@ def names(folder: Path) -> set[str]:
 def test_a_training_that_does_not_resume_deletes_no_other(tmp_path: Path) -> None:
     trained(tmp_path, 1, 3, resumes=False)
     before = names(tmp_path)
-    with pytest.raises(mtcompile.CheckpointError, match="without checkpoints, or to resume from it, found .*step-00000003 of"):
+    with pytest.raises(mtcompile.CheckpointError, match=r"without checkpoints, or to resume from it, found .*step-00000003 of"):
         trained(tmp_path, 1, 3, resumes=False)
     assert names(tmp_path) == before == {"step-00000002", "step-00000003"}
     trained(tmp_path, 4, 5, resumes=True, compiled=True)
@@ -201,5 +201,5 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
                 save(tmp_path / link / "run")
     with pytest.raises(mtcompile.CheckpointError, match="found that it does not exist"):
         checkpoint.load(tmp_path / "missing", model)
-    with pytest.raises(TypeError, match="expected files= to have bytes, found str for 'x.json': encode text"):
+    with pytest.raises(TypeError, match=r"expected files= to have bytes, found str for .x.json.: encode text"):
         checkpoint.save(tmp_path, model, step=1, files={"x.json": "text"})  # type: ignore[dict-item]
