@@ -20,6 +20,8 @@ def verified(folder: Path) -> tuple[Loaded, str | None]:
     CheckpointError if a byte is not the one that was saved; if anything else is in a signed one; and for a folder of
     checkpoints, if one in it is damaged, which ``load`` would pass over."""
     wait_for_saving(folder)
+    if not os.path.lexists(folder):
+        raise no_checkpoint(folder)
     for _ in range(_TRIES):
         path = folder
         try:

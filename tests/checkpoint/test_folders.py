@@ -22,6 +22,7 @@ from torch import nn
 
 import mtcompile
 from mtcompile import checkpoint
+from mtcompile.checkpoint.verifying import verified
 from mtcompile.trainer.recipe import Recipe, check
 
 
@@ -199,7 +200,8 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
             (tmp_path / link).symlink_to(end)
             with pytest.raises(OSError, match=f"found .*{link}, a link to {end}, which leads nowhere"):
                 save(tmp_path / link / "run")
-    with pytest.raises(mtcompile.CheckpointError, match="found that it does not exist"):
-        checkpoint.load(tmp_path / "missing", model)
-    with pytest.raises(TypeError, match=r"expected files= to have bytes, found str for 'x.json': encode text"):
+    for read in (verified, lambda folder: checkpoint.load(folder, model)):
+        with pytest.raises(mtcompile.CheckpointError, match="found that it does not exist"):
+            read(tmp_path / "missing")
+    with pytest.raises(TypeError, match=r"expected files= to have bytes, found str for .x.json.: encode text"):
         checkpoint.save(tmp_path, model, step=1, files={"x.json": "text"})  # type: ignore[dict-item]
