@@ -86,7 +86,7 @@ def _stopping(job: Job) -> Iterator[tuple[Callable[[], bool], Callable[[int], No
     error then says what is saved. Yields whether there was a first, and a function to call with each step that has ended."""
     again = "Ctrl-C again, a second later, stops now"
     first = f"\nmtcompile train: stopping after the first step, which is captured and planned before it runs; {again}"
-    texts = dict.fromkeys((signal.SIGINT, signal.SIGTERM), first)
+    texts: dict[int, str] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), first)
     last = 0
 
     def ended(step: int) -> None:
