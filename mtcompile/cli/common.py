@@ -55,7 +55,7 @@ class Commands(TyperGroup):
             try:
                 if not knobs.debug():
                     knobs.panics_in_one_line()
-                with _quiet(), _printable_warnings():
+                with _quiet(), _warnings_in_one_line(ctx):
                     return super().invoke(ctx)
             finally:
                 sys.stdout.flush()  # a full disk is noticed here, not after the exit code has been given
@@ -97,12 +97,12 @@ def _debugged() -> bool:
 
 
 @contextlib.contextmanager
-def _printable_warnings() -> Iterator[None]:
-    """Lets warnings print what may be printed: names in them may be from files."""
+def _warnings_in_one_line(context: Any) -> Iterator[None]:
+    """Lets warnings print as other messages do, without the line of Python; MT_DEBUG=1 shows it. Names may be from files."""
     before = warnings.formatwarning
 
     def formatted(message: Warning | str, *place: Any, **options: Any) -> str:
-        return printable(before(message, *place, **options))
+        return printable(before(message, *place, **options) if _debugged() else f"{_name(context)}: {message}\n")
 
     warnings.formatwarning = formatted
     try:

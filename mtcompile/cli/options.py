@@ -32,6 +32,13 @@ def _count_or_auto(value: Any) -> int | str:
     raise typer.BadParameter(f"expected a whole number of 1 or more, or auto, found {text}")
 
 
+def _path(text: Any) -> Path:
+    """Parses a path; an empty one, as of a variable of the shell that is not set, would be the current folder."""
+    if not str(text):
+        raise typer.BadParameter("expected the path of a file or folder, found an empty text")
+    return Path(text)
+
+
 # Options that the groups below have in common, and --json, which commands take by themselves.
 Batch = Annotated[int, typer.Option(min=1, help="sequences per step")]
 Seq = Annotated[int, typer.Option(min=1, help="tokens per sequence")]
@@ -133,8 +140,10 @@ class RecipeOptions(TrainingOptions):
     data: Annotated[
         list[Path] | None,
         typer.Option(
+            parser=_path,
+            metavar="PATH",
             help="a file or a folder; may be repeated. For a folder of weights: records (.jsonl, .ndjson, .json, .csv, .tsv, "
-            ".parquet) or text. For random weights: text, or .bin/.npy tokens (default: Python's own sources)"
+            ".parquet) or text. For random weights: text, or .bin/.npy tokens (default: Python's own sources)",
         ),
     ] = None
     vocab: Annotated[int | None, typer.Option(min=1, help="size of the vocabulary of .bin and .npy files")] = None
@@ -146,7 +155,10 @@ class RecipeOptions(TrainingOptions):
         ),
     ] = None
     chat_template: Annotated[
-        Path | None, typer.Option(help="a Jinja file to use instead of the chat template of the folder of weights")
+        Path | None,
+        typer.Option(
+            parser=_path, metavar="PATH", help="a Jinja file to use instead of the chat template of the folder of weights"
+        ),
     ] = None
     packing: Annotated[
         bool, typer.Option(help="for a folder of weights: put several samples into a row; they do not attend to one another")
@@ -159,9 +171,12 @@ class RecipeOptions(TrainingOptions):
     )
     host: Host = None
     disk: Disk = None
-    steps: Annotated[int | None, typer.Option(min=1, help="steps in all, including those before --resume (default: 100)")] = (
-        None
-    )
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="steps in all, with those before --resume, where more need --allow-change steps (default: 100)"
+        ),
+    ] = None
     epochs: Annotated[float | None, typer.Option(min=0, help="passes over the data, instead of --steps: 3, or 0.5")] = None
     lr: Annotated[
         float | None,
@@ -188,20 +203,31 @@ class RecipeOptions(TrainingOptions):
         int, typer.Option(min=0, help="steps between evaluations on held-out data, the last 5 %; 0: never")
     ] = 50
     seed: Annotated[int, typer.Option(min=0, help="seed of new weights, of dropout and of the order of the data")] = 0
-    metrics: Annotated[Path | None, typer.Option(help="a file for one JSON object per step")] = None
+    metrics: Annotated[Path | None, typer.Option(parser=_path, metavar="PATH", help="a file for one JSON object per step")] = (
+        None
+    )
     save: Annotated[
         Path | None,
-        typer.Option(help="a folder for checkpoints; one is written at the end, and if an error ends the training"),
+        typer.Option(
+            parser=_path,
+            metavar="PATH",
+            help="a folder for checkpoints; one is written at the end, and if an error ends the training",
+        ),
     ] = None
     save_every: Annotated[int, typer.Option(min=0, help="steps between checkpoints; 0: only at the end")] = 0
     save_minutes: Annotated[float, typer.Option(min=0, help="minutes between checkpoints; 0: only at the end")] = 0.0
-    resume: Annotated[Path | None, typer.Option(help="a folder that --save wrote, to continue from")] = None
+    resume: Annotated[
+        Path | None, typer.Option(parser=_path, metavar="PATH", help="a folder that --save wrote, to continue from")
+    ] = None
     allow_change: Annotated[
         list[str] | None,
         typer.Option(help="an option, such as lr, that may differ from the training that --resume continues; may be repeated"),
     ] = None
     signing_key: Annotated[
-        Path | None, typer.Option(help="a file with a private Ed25519 key (PEM or OpenSSH), which signs the checkpoints")
+        Path | None,
+        typer.Option(
+            parser=_path, metavar="PATH", help="a file with a private Ed25519 key (PEM or OpenSSH), which signs the checkpoints"
+        ),
     ] = None
 
 

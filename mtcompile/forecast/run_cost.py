@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from mtcompile.forecast.request import ForecastRequest
 from mtcompile.passes.analysis.cost import Machine
 from mtcompile.passes.plan import Plan
+from mtcompile.runtime.trace import time_of
 from mtcompile.sizes import three_digits
 
-_UNITS = (("days", 1), ("hours", 24))
+_UNITS = (("days", 1), ("hours", 24), ("minutes", 1440))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,8 @@ class RunCost:
     rated_share: float | None
 
     def __str__(self) -> str:
-        lasts, unit = next(((self.days * n, unit) for unit, n in _UNITS if self.days * n >= 1), (self.days * 1440, "minutes"))
-        told = [f"{three_digits(lasts)} {unit}"]
+        times = (f"{three_digits(self.days * n)} {unit}" for unit, n in _UNITS if self.days * n >= 1)
+        told = [next(times, time_of(self.days * 86_400e6))]
         told.append("energy not known" if self.kwh is None else f"at most {three_digits(self.kwh)} kWh, host not counted")
         if self.disk_write_bytes:
             rated = "how much it is rated for is not known"

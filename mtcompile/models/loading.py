@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from mtcompile.models.decoders import fake, initial_values
 from mtcompile.models.examples import example_inputs, takes_labels
 from mtcompile.models.placing import Room, home_for, registered_parameters_on, with_values
 from mtcompile.models.shapes import SHAPES, check_config, check_shape
-from mtcompile.reading import FEW_NBYTES, parsed_json, read_text
+from mtcompile.reading import FEW_NBYTES, parsed_json, printable, read_text
 
 _MOST_LAYERS = 10_000  # more would be built for minutes before anything is said
 _MOST_COUNT = 1_000_000
@@ -186,16 +187,22 @@ def configuration(path: Path, **defaults: Any) -> tuple[Any, torch.dtype | None]
     """Reads a Hugging Face configuration, and the dtype that it names. ``defaults``: fields that it need not have. Raises
     ValueError."""
     try:
-        from transformers import AutoConfig
+        from transformers import CONFIG_MAPPING, AutoConfig
     except ImportError:
         raise ValueError("a Hugging Face configuration needs the package transformers: pip install transformers") from None
     check_config(path)
+    fields = _fields(path)
+    given = {**defaults, **fields}
+    kind = given.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        found = "none" if kind is None else f"{printable(kind)!r:.80}{did_you_mean(str(kind), CONFIG_MAPPING)}"
+        expected = "expected a Hugging Face config file with a model_type that Transformers knows, such as llama"
+        raise ValueError(f"{expected}, found {path} with {found}")
     try:
-        fields = _local(parsed_json(read_text(path, FEW_NBYTES), path.name))
-        config = AutoConfig.for_model(**{**defaults, **fields})
+        config = AutoConfig.for_model(**given)
     except Exception as error:  # a field of the wrong type has an exception of its own
-        text = first_line(error)
-        raise ValueError(f"expected a Hugging Face config file with a model_type, found {path}: {text}") from None
+        step = "correct the file, or take the one that the model was published with"
+        raise ValueError(f"expected {path} to configure a model of type {kind}, found {_reason(error)}: {step}") from error
     of_text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
     for field in ("vocab_size", "attention_chunk_size"):
         if (value := getattr(of_text, field, None)) is not None and (type(value) is not int or value < 1):
@@ -204,6 +211,29 @@ def configuration(path: Path, **defaults: Any) -> tuple[Any, torch.dtype | None]
     if name not in (None, "float64", "float32", "bfloat16", "float16"):
         raise ValueError(f"{path}: expected a dtype of floating-point numbers, such as bfloat16, found {name!r}")
     return config, None if name is None else getattr(torch, name)
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """Reads the fields of a configuration. Raises ValueError."""
+    expected = "expected a Hugging Face config file with a model_type, found"
+    try:
+        fields = _local(parsed_json(read_text(path, FEW_NBYTES), path.name))
+    except RecursionError:
+        raise ValueError(f"{expected} {path} with lists or objects that are nested too deep") from None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{expected} {path}: {first_line(error)}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{expected} {path} with {reprlib.repr(fields)} instead of an object of fields, {{...}}")
+    return fields
+
+
+def _reason(error: BaseException) -> str:
+    """Returns why Transformers refuses fields. Its own error says only which check has failed, and has the cause in words. An
+    error of Python says nothing of the file."""
+    if (cause := error.__cause__) is not None:
+        return first_line(cause).rstrip(".")
+    said = first_line(error)
+    return said if isinstance(error, ValueError) else f"a value that Transformers fails on ({type(error).__name__}: {said})"
 
 
 def _local(fields: Any) -> Any:

@@ -206,6 +206,53 @@ def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("verify", "gpt-11m") == (130, "", "mtcompile verify: interrupted\n")
 
 
+_INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
+module = sys.argv.pop()
+class Finder:
+    def find_spec(name, *_):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+runpy.run_module("mtcompile", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(("module", "name"), [("typer", "mtcompile"), ("torch", "mtcompile train")])
+def test_ctrl_c_amid_imports_is_no_traceback(module: str, name: str) -> None:
+    program = [sys.executable, "-c", _INTERRUPTED_IMPORT, "train", "gpt-11m", module]
+    made = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+    assert (made.returncode, made.stdout, made.stderr) == (130, "", f"{name}: interrupted\n")
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_closed_streams_are_nowhere(closed: tuple[int, ...], config: str, tmp_path: Path) -> None:
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    metrics = tmp_path / "metrics.jsonl"
+    arguments = ("train", config, "--batch", "1", "--seq", "16", "--device", "cpu", "--steps", "1", "--metrics", str(metrics))
+    made = command(*arguments, preexec_fn=close)
+    assert made.returncode == 0 and [*map(json.loads, metrics.read_text().splitlines())]  # nothing else is printed there
+    for ended, code in ((("plan", "gpt-11m", "--memory", "1XB"), 2), (("--version",), 0)):
+        assert command(*ended, preexec_fn=close).returncode == code
+
+
+@pytest.mark.parametrize("option", ["save", "resume", "metrics", "data"])
+def test_an_empty_path_is_not_the_current_folder(option: str) -> None:
+    code, _, err = run("train", "gpt-11m", f"--{option}", "")
+    assert code == 2 and f"'--{option}': expected the path of a file or folder, found an empty text" in err
+
+
+def test_a_warning_is_one_line(config: str, tmp_path: Path) -> None:
+    arguments = ("train", config, "--batch", "1", "--seq", "16", "--device", "cpu", "--steps", "1")
+    said = command(*arguments, capture_output=True).stderr
+    assert said.startswith("mtcompile train: the rate rises for --warmup 20 steps, and the run has 1: it never"), said
+    assert said.count("\n") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
 def test_no_space_left_is_said(own: str, config: str) -> None:

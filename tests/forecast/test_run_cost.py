@@ -21,6 +21,8 @@ def test_days_energy_and_writes_are_those_of_all_steps() -> None:
     assert cost.kwh == pytest.approx(24 * cost.days) and cost.disk_write_bytes == 86_401 * 10**9
     assert cost.rated_share == pytest.approx(0.086401)
     assert str(cost) == "1 days, at most 24 kWh, host not counted, 86.4 TB written to the drive, 8.6% of what it is rated for"
+    lasts = [str(run_cost(n, 1, 1e6, 0, machine)).partition(",")[0] for n in (2, 90, 7200)]
+    assert lasts == ["2.00 s", "1.5 minutes", "2 hours"]
     unknown = run_cost(1000, 1000, 1e6, 10**9, replace(machine, watts=0.0, disk_rated_nbytes=0))
     assert unknown.kwh is None and unknown.rated_share is None
     assert "energy not known" in str(unknown) and "rated for is not known" in str(unknown)
