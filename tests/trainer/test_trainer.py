@@ -218,18 +218,19 @@ runpy.run_module("mtcompile", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize(("number", "times"), [(signal.SIGINT, 3), (signal.SIGTERM, 2)])  # a sync lets one through
-def test_a_later_signal_stops_the_last_save_and_says_so(number: signal.Signals, times: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_later_signal_stops_the_last_save_and_says_so(number: signal.Signals, tmp_path: Path) -> None:
+    """Signals that come within a sync are one once it has ended; one that comes while Python ends is Python's."""
     for process, _ in started(tmp_path, "--steps", "3", "--save-every", "2", program=("-c", _SLOW_DISK)):
         assert process.stdout is not None
         assert any(line == "saving\n" for line in process.stdout), process.communicate()
-        for _ in range(times):
+        for _ in range(5):
             process.send_signal(number)
             time.sleep(1.2)
         out, err = process.communicate(timeout=60)
     path = tmp_path / "run" / "step-00000002"
     said = f"mtcompile train: interrupted: not saved: what was trained after step 2; the last checkpoint: {path}"
-    assert process.returncode == 130 and err.splitlines()[-1] == said, (out, err)
+    assert process.returncode in (130, -number) and err.splitlines()[-1] == said, (out, err)
     assert checkpoint.latest(tmp_path / "run") == path
 
 
