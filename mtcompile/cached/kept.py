@@ -1,4 +1,4 @@
-"""What the cache on disk holds, by kind, and its clearing. Links are not followed; only what is named like an entry counts."""
+"""Lists and clears what the cache on disk holds, by kind. Follows no links, and counts only what is named like an entry."""
 
 from __future__ import annotations
 

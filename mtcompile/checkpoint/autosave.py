@@ -65,8 +65,8 @@ def autosave(
     every, minutes   save after so many steps, or when so many minutes have passed; 0: not for that reason
     background       write while the training goes on, as ``save_in_background`` does
     on_sigterm       at SIGTERM, save after the current step; ``after`` then returns False. At Ctrl-C, save then too; ``after``
-                     then raises KeyboardInterrupt. A signal that comes over a second later acts
-                     at once
+                     then raises KeyboardInterrupt. A signal that comes over a second later
+                     acts at once
 
     The others are as for ``save``. The last step is saved when the training ends. If an error ends it, such as a loss that is
     not finite, the last step that ``after`` was told of is saved as it was then, and so are buffers, generators, the scheduler

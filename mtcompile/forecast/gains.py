@@ -1,4 +1,4 @@
-"""What would make a forecast's step faster: see ``changes``, and more memory or a disk."""
+"""Estimates what would make a forecast's step faster: see ``changes``, and more memory or a disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a whole run costs: days, energy, and what it writes to a drive."""
+"""Computes what a whole run costs: days, energy, and what it writes to a drive."""
 
 from __future__ import annotations
 

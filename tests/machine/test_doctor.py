@@ -240,12 +240,8 @@ def test_every_figure_is_measured(tmp_path: Path) -> None:
     found = measure.measure(choose("cpu"), TINY, tmp_path)
     assert torch.get_num_threads() == threads and not list(tmp_path.iterdir())
     numbers = {name: value for name, value in asdict(found.machine).items() if isinstance(value, float)}
-    others = {
-        "tf32_flops",
-        "fp64_flops",
-        "update_gbps",
-        "watts",
-    }  # of GPUs alone, or of data sheets; and host_gbps is that of updates
+    # Of GPUs alone, or of data sheets; and host_gbps is that of updates.
+    others = {"tf32_flops", "fp64_flops", "update_gbps", "watts"}
     assert len(numbers) == 15 and {name for name, value in numbers.items() if not value > 0} == others
     assert found.machine.strided_gops == Machine().strided_gops  # of GPUs alone
     rate, row = compute.strided(torch.device("cpu"), TINY)
