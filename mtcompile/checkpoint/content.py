@@ -290,16 +290,6 @@ def resumed_from(model: nn.Module, folder: Path) -> None:
     own_checkpoints(model, folder).update(path.name for path, _ in paths)
 
 
-def refuse_others(model: nn.Module, folder: Path) -> None:
-    """Raises CheckpointError if the last checkpoint in a folder is of another training."""
-    found = checkpoints(folder_of_rank(folder, rank_of(model)))
-    if found and found[-1][0].name not in own_checkpoints(model, folder):
-        raise CheckpointError(
-            f"expected a folder without checkpoints, or to resume from it, found {found[-1][0]} of another training: resume "
-            "(checkpoint.load before autosave; --resume of mtcompile train), save into another folder, or delete that one"
-        )
-
-
 def updates_in_backward(model: nn.Module) -> bool:
     """Tells whether a compiled model's backward updates parameters."""
     return any(compiled.options.updates is not None for compiled in _compiled(model))

@@ -219,6 +219,16 @@ def checkpoints(folder: Path, all_whole: bool = False) -> list[tuple[Path, Manif
     return sorted(complete, key=lambda pair: (pair[1].serial, pair[0].name))
 
 
+def refuse_others(folder: Path, own: Collection[str] = ()) -> None:
+    """Raises CheckpointError if the last checkpoint in a folder is of another training than ``own``, which are names."""
+    found = checkpoints(folder)
+    if found and found[-1][0].name not in own:
+        raise CheckpointError(
+            f"expected a folder without checkpoints, or to resume from it, found {found[-1][0]} of another training: resume "
+            "(checkpoint.load before autosave; --resume of mtcompile train), save into another folder, or delete that one"
+        )
+
+
 def no_checkpoint(folder: Path) -> CheckpointError:
     found = "none" if folder.is_dir() else "a file" if folder.exists() else "that it does not exist"
     return CheckpointError(f"expected a checkpoint in {folder}, or a folder that checkpoints were saved into, found {found}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtcompile import checkpoint, knobs
-from mtcompile.checkpoint.files import try_folder
+from mtcompile.checkpoint.files import refuse_others, try_folder
 from mtcompile.checkpoint.shards import stored_tensors
 from mtcompile.checkpoint.signatures import private_key
 from mtcompile.data.encoding import TooLong
@@ -155,6 +155,8 @@ def check(recipe: Recipe) -> None:
         recipe.save.mkdir(parents=True, exist_ok=True)
         if not knobs.process_here():  # the other ranks of a machine would wait for its lock
             try_folder(recipe.save, _PATIENCE_S if ranks > 1 else 0)
+            if recipe.resume is None:
+                refuse_others(recipe.save)
 
 
 def _check_kind(recipe: Recipe) -> None:

@@ -148,6 +148,8 @@ def test_a_resumed_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     assert train(replace(longer, resume=tmp_path / "run" / "step-00000002")).steps == 5
     with pytest.raises(ValueError, match="with --resume, found no --resume"):
         train(longer)
+    with pytest.raises(CheckpointError, match="expected a folder without checkpoints, or to resume from it"):
+        check(wanted)
     with pytest.raises(ValueError, match="expected --save with --save-every 2"):
         train(replace(wanted, save=None, save_every=2))
     often = replace(wanted, save=tmp_path / "often", save_every=1)
