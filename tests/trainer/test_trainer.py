@@ -183,7 +183,11 @@ def started(
     process.communicate()
 
 
-@pytest.mark.parametrize("sent", [(signal.SIGINT,), (signal.SIGINT, signal.SIGTERM, signal.SIGINT)], ids=["once", "forwarded"])
+@pytest.mark.parametrize(
+    "sent",
+    [(signal.SIGINT,), (signal.SIGINT, signal.SIGTERM, signal.SIGINT), (signal.SIGHUP,)],
+    ids=["once", "forwarded", "terminal closed"],
+)
 def test_ctrl_c_ends_it_after_a_step_with_everything_written(
     running: tuple[subprocess.Popen[str], Path], sent: tuple[signal.Signals, ...]
 ) -> None:
