@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from pathlib import Path
@@ -44,19 +43,6 @@ def check_adapters(recipe: Any, model: str | os.PathLike[str]) -> None:
         raise ValueError('--lora needs the package peft: pip install "mtcompile[hf]"')
 
 
-@functools.cache
-def _let_dynamo_see_weights() -> None:
-    """Lets Dynamo capture DoRA: PEFT asks a weight's type for the library that quantized it, where Dynamo stops."""
-    import torch
-    from peft.utils.integrations import dequantize_module_weight
-
-    @torch.compiler.substitute_in_graph(dequantize_module_weight)
-    def plain_weight(module: torch.nn.Module) -> torch.nn.Parameter:
-        if type(module.weight) is not torch.nn.Parameter:
-            raise TypeError("expected a weight that is not quantized")
-        return module.weight
-
-
 def with_adapters(model: Any, recipe: Any) -> Any:
     """Freezes a model of Transformers and returns it with adapters, initialized from the recipe's seed, in checkpoints of their
     own. Raises ValueError for names that it has not, and for weights that were not in its folder."""
@@ -86,8 +72,6 @@ def with_adapters(model: Any, recipe: Any) -> Any:
         use_dora=recipe.dora,
         task_type="CAUSAL_LM",
     )
-    if recipe.dora:
-        _let_dynamo_see_weights()
     torch.manual_seed(recipe.seed)
     adapted = get_peft_model(model, config)
     note_base_apart(adapted)
