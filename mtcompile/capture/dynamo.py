@@ -334,7 +334,7 @@ def _let_weights_be_seen() -> None:
     other_libraries = _copied(weight_of)
 
     @torch.compiler.substitute_in_graph(weight_of)
-    def seen(module: nn.Module) -> Any:
+    def seen(module: Any) -> Any:
         if type(weight := module.weight) is nn.Parameter:
             return weight
         if type(weight).__name__ == "Params4bit":

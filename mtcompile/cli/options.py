@@ -32,7 +32,7 @@ def _count_or_auto(value: Any) -> int | str:
     raise typer.BadParameter(f"expected a whole number of 1 or more, or auto, found {text}")
 
 
-def _path(text: Any) -> Path:
+def path_given(text: Any) -> Path:
     """Parses a path; an empty one, as of a variable of the shell that is not set, would be the current folder."""
     if not str(text):
         raise typer.BadParameter("expected the path of a file or folder, found an empty text")
@@ -140,7 +140,7 @@ class RecipeOptions(TrainingOptions):
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            parser=_path,
+            parser=path_given,
             metavar="PATH",
             help="a file or a folder; may be repeated. For a folder of weights: records (.jsonl, .ndjson, .json, .csv, .tsv, "
             ".parquet) or text. For random weights: text, or .bin/.npy tokens (default: Python's own sources)",
@@ -157,7 +157,7 @@ class RecipeOptions(TrainingOptions):
     chat_template: Annotated[
         Path | None,
         typer.Option(
-            parser=_path, metavar="PATH", help="a Jinja file to use instead of the chat template of the folder of weights"
+            parser=path_given, metavar="PATH", help="a Jinja file to use instead of the chat template of the folder of weights"
         ),
     ] = None
     packing: Annotated[
@@ -203,13 +203,13 @@ class RecipeOptions(TrainingOptions):
         int, typer.Option(min=0, help="steps between evaluations on held-out data, the last 5 %; 0: never")
     ] = 50
     seed: Annotated[int, typer.Option(min=0, help="seed of new weights, of dropout and of the order of the data")] = 0
-    metrics: Annotated[Path | None, typer.Option(parser=_path, metavar="PATH", help="a file for one JSON object per step")] = (
-        None
-    )
+    metrics: Annotated[
+        Path | None, typer.Option(parser=path_given, metavar="PATH", help="a file for one JSON object per step")
+    ] = None
     save: Annotated[
         Path | None,
         typer.Option(
-            parser=_path,
+            parser=path_given,
             metavar="PATH",
             help="a folder for checkpoints; one is written at the end, and if an error ends the training",
         ),
@@ -217,7 +217,7 @@ class RecipeOptions(TrainingOptions):
     save_every: Annotated[int, typer.Option(min=0, help="steps between checkpoints; 0: only at the end")] = 0
     save_minutes: Annotated[float, typer.Option(min=0, help="minutes between checkpoints; 0: only at the end")] = 0.0
     resume: Annotated[
-        Path | None, typer.Option(parser=_path, metavar="PATH", help="a folder that --save wrote, to continue from")
+        Path | None, typer.Option(parser=path_given, metavar="PATH", help="a folder that --save wrote, to continue from")
     ] = None
     allow_change: Annotated[
         list[str] | None,
@@ -226,7 +226,9 @@ class RecipeOptions(TrainingOptions):
     signing_key: Annotated[
         Path | None,
         typer.Option(
-            parser=_path, metavar="PATH", help="a file with a private Ed25519 key (PEM or OpenSSH), which signs the checkpoints"
+            parser=path_given,
+            metavar="PATH",
+            help="a file with a private Ed25519 key (PEM or OpenSSH), which signs the checkpoints",
         ),
     ] = None
 

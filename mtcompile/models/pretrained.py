@@ -77,6 +77,14 @@ def from_pretrained(
     return compiling(loaded if prepare is None else prepare(loaded))
 
 
+def plain_model(folder: Path) -> Any:
+    """Returns the model of Transformers that a folder holds, in the dtype of its configuration and not compiled. Raises what
+    ``from_pretrained`` raises."""
+    loaded, new = _of_transformers(folder, stored_tensors(folder), None, None, Room(None, None), ())
+    note_origin(loaded, folder, new)
+    return loaded
+
+
 def _weights(precision: Precision) -> torch.dtype | None:
     """Returns the dtype to read weights as: masters are split from fp32."""
     return torch.float32 if precision.split else precision.weights
