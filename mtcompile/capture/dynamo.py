@@ -338,7 +338,7 @@ def _let_weights_be_seen() -> None:
         if type(weight := module.weight) is nn.Parameter:
             return weight
         if type(weight).__name__ == "Params4bit":
-            return sys.modules["bitsandbytes"].functional.dequantize_4bit(weight.data, weight.quant_state)
+            return sys.modules["bitsandbytes"].functional.dequantize_4bit(weight, weight.quant_state)
         return other_libraries(module)
 
     weight_of._mt_seen = True

@@ -199,6 +199,9 @@ class RecipeOptions(TrainingOptions):
     ] = None
     lora_dropout: Annotated[float, typer.Option(min=0, help="dropout of what adapters take in")] = 0.0
     dora: Annotated[bool, typer.Option("--dora", help="with --lora: train the magnitudes of weights apart (DoRA)")] = False
+    base_bits: Annotated[
+        int | None, typer.Option(help="4, with --lora: quantize the linear layers of the base by bitsandbytes (QLoRA)")
+    ] = None
     evaluate_every: Annotated[
         int, typer.Option(min=0, help="steps between evaluations on held-out data, the last 5 %; 0: never")
     ] = 50

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
 from mtcompile.errors import did_you_mean
+from mtcompile.reading import check_package
 
 _ALL = "all-linear"  # PEFT's name for all linear layers but the head
 
@@ -25,7 +25,7 @@ def alpha(recipe: Any) -> int:
 def check_adapters(recipe: Any, model: str | os.PathLike[str]) -> None:
     """Raises ValueError for settings of adapters that do not go together. ``recipe``: a Recipe, or options like it."""
     given = {"lora_alpha": recipe.lora_alpha, "lora_targets": recipe.lora_targets, "lora_dropout": recipe.lora_dropout}
-    given |= {"dora": recipe.dora}
+    given |= {"dora": recipe.dora, "base_bits": recipe.base_bits}
     if not recipe.lora:
         for name in (name for name, value in given.items() if value):
             raise ValueError(f"expected --lora RANK with --{name.replace('_', '-')}, found no --lora")
@@ -39,8 +39,14 @@ def check_adapters(recipe: Any, model: str | os.PathLike[str]) -> None:
         raise ValueError(f"expected --lora-dropout to be at least 0 and below 1, found {recipe.lora_dropout:g}")
     if "" in (names := targets(recipe)) or (_ALL in names and len(names) > 1):
         raise ValueError(f"expected --lora-targets {_ALL}, or names such as q_proj,v_proj, found {','.join(names)!r}")
-    if importlib.util.find_spec("peft") is None:
-        raise ValueError('--lora needs the package peft: pip install "mtcompile[hf]"')
+    check_package("peft", "--lora", "hf")
+    if recipe.base_bits is None:
+        return
+    if recipe.base_bits != 4:
+        raise ValueError(f"expected --base-bits 4, or no --base-bits, found {recipe.base_bits}")
+    if recipe.precision == "bf16-master32":
+        raise ValueError("expected --base-bits 4 without fp32 masters, found --precision bf16-master32: leave it out")
+    check_package("bitsandbytes", "--base-bits 4", "qlora")
 
 
 def with_adapters(model: Any, recipe: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import warnings
 from collections.abc import Iterable
@@ -17,8 +16,9 @@ from mtcompile.checkpoint.provenance import note_training
 from mtcompile.checkpoint.shards import stored_tensors
 from mtcompile.data.encoding import TOKENIZER_FILES
 from mtcompile.errors import CheckpointError
+from mtcompile.models.loading import configuration
 from mtcompile.models.pretrained import plain_model
-from mtcompile.reading import FEW_NBYTES, parsed_json, read_text
+from mtcompile.reading import FEW_NBYTES, check_package, parsed_json, read_text
 
 _ADAPTER = "default"  # PEFT's name for the only one
 
@@ -27,8 +27,7 @@ def merge(adapter: Path, out: Path, base: Path | None = None) -> tuple[Path, Pat
     """Writes a base with an adapter merged into it to ``out``, which appears when it is whole. ``adapter``: a folder of PEFT,
     or one that ``train --save`` wrote, whose last checkpoint counts; ``base``: where adapter_config.json does not name it.
     Returns the folders of the adapter and of the base. Raises ValueError, OSError, CheckpointError and BudgetError."""
-    if importlib.util.find_spec("peft") is None:
-        raise ValueError('merge needs the package peft: pip install "mtcompile[hf]"')
+    check_package("peft", "merge", "hf")
     target = folder_named(out).resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         what = "a folder that is not empty" if target.is_dir() else "a file"
@@ -69,6 +68,11 @@ def _base_of(adapter: Path, given: Path | None) -> Path:
         what = "which has no config.json" if folder.is_dir() else "which is not there (nothing is downloaded)"
         raise ValueError(
             f"expected {where} to name the folder of the base, found {str(given or named)!r}, {what}: pass --base FOLDER"
+        )
+    if getattr(configuration(folder / "config.json")[0], "quantization_config", None):
+        raise ValueError(
+            f"expected a base that is not quantized, found {folder}: a merge would be rounded to its bits. Pass the folder "
+            "with the original weights, --base FOLDER"
         )
     return folder
 
