@@ -78,6 +78,9 @@ class StepOptions:
         ),
     ] = "adamw"
     lora: Annotated[int, typer.Option(min=0, help="freeze the model and train LoRA adapters of this rank (0: no adapters)")] = 0
+    base_bits: Annotated[
+        int | None, typer.Option(help="4, with --lora: the base in bitsandbytes' 4 bits, but for embeddings and head (QLoRA)")
+    ] = None
     update: UpdateOption = "step"
     max_grad_norm: Annotated[
         float | None,
