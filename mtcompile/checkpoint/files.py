@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import hashlib
 import json
 import os
 import re
 import secrets
+import shutil
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +82,38 @@ def unfinished(folder: Path, name: str) -> Path:
         with contextlib.suppress(FileExistsError):
             new.mkdir()
             return new
+
+
+@contextlib.contextmanager
+def made_whole(target: Path) -> Iterator[Path]:
+    """Yields a new folder, which becomes ``target`` when everything in it is on the disk, or is deleted if something is raised.
+    Deletes what a process that was killed has left of such a folder. Raises OSError, also if ``target`` is not empty."""
+    make_folder(target.parent)
+    for left in target.parent.glob(f".{glob.escape(target.name)}.unfinished-????????"):
+        with contextlib.suppress(OSError), _folder_locked(left):
+            shutil.rmtree(left)
+    new = unfinished(target.parent, target.name)
+    try:
+        with _folder_locked(new):
+            yield new
+            for path in (*new.rglob("*"), new):
+                on_disk(path)
+            new.rename(target)
+            on_disk(target.parent)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _folder_locked(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder itself, which the system frees when the process ends. Raises OSError if another one has it."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(number)
 
 
 def checksum(path: Path) -> str:
