@@ -62,6 +62,9 @@ class Memory(Protocol):
     def alloc(self, name: str, filled: bool) -> None:
         """Make room for a buffer. ``filled``: a copy will write it."""
 
+    def reserve(self, nbytes: int, name: str) -> None:
+        """Make room, for ``name`` and perhaps other buffers, whose memory kernels bring."""
+
     def free(self, name: str) -> None: ...
 
     def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None: ...
@@ -87,9 +90,10 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """An instruction as a queue's worker meets it. ``waits``: (queue, index) pairs; ``previous_step_deps``: indices of
-    instructions on queue host in the previous step; ``signals``: whether anyone waits for it; ``filled``: of an alloc, whether
-    a copy will write the buffer."""
+    """An instruction as a queue's worker meets it, or several that alloc, or free, in a row. ``waits``: (queue, index) pairs;
+    ``previous_step_deps``: indices of instructions on queue host in the previous step; ``signals``: whether anyone waits for
+    it; ``filled``: of an alloc, whether a copy will write the buffer. ``reserved``: of allocs whose memory kernels bring, the
+    bytes, else None. ``freed``: the buffers that are freed."""
 
     index: int
     instruction: Instruction
@@ -97,6 +101,8 @@ class _Item:
     previous_step_deps: tuple[int, ...]
     signals: bool
     filled: bool
+    reserved: int | None = None
+    freed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +124,32 @@ def prepare(schedule: Schedule, phase: Phase) -> Prepared:
     for index, instruction in listed.items():
         waits = tuple((listed[dep].queue, dep) for dep in instruction.deps if dep in listed)
         room = instruction.op == "alloc" and instruction.writes[0] in filled
-        item = _Item(index, instruction, waits, instruction.previous_step_deps, index in awaited, room)
+        buffer = schedule.buffers.get(instruction.writes[0]) if instruction.op == "alloc" else None
+        reserved = buffer.nbytes if buffer is not None and buffer.kind == "pooled" and not room else None
+        freed = instruction.writes if instruction.op == "free" else ()
+        item = _Item(index, instruction, waits, instruction.previous_step_deps, index in awaited, room, reserved, freed)
         lanes.setdefault(instruction.queue, []).append(item)
-    phase_lanes = {queue: tuple(items) for queue, items in lanes.items()}
+    phase_lanes = {queue: _joined(items) for queue, items in lanes.items()}
     if not _are_alone(schedule, [each for each in listed.values() if each.queue != "compute"]):
         return Prepared(phase, phase_lanes)
     ordered = sorted((item for items in lanes.values() for item in items), key=lambda item: item.index)
-    return Prepared(phase, phase_lanes, tuple(replace(item, waits=(), signals=False) for item in ordered))
+    return Prepared(phase, phase_lanes, _joined(replace(item, waits=(), signals=False) for item in ordered))
+
+
+def _joined(items: Iterable[_Item]) -> tuple[_Item, ...]:
+    """Joins allocs whose memory kernels bring, and frees, that nothing is between, and nothing waits for but the last."""
+    joined: list[_Item] = []
+    for item in items:
+        last = joined[-1] if joined else None
+        if last is None or last.signals or last.previous_step_deps or item.waits or item.previous_step_deps:
+            joined.append(item)
+        elif last.reserved is not None and item.reserved is not None:
+            joined[-1] = replace(item, waits=last.waits, reserved=last.reserved + item.reserved)
+        elif last.freed and item.freed:
+            joined[-1] = replace(item, waits=last.waits, freed=last.freed + item.freed)
+        else:
+            joined.append(item)
+    return tuple(joined)
 
 
 def _are_alone(schedule: Schedule, beside: Sequence[Instruction]) -> bool:
@@ -296,10 +321,13 @@ class _PhaseRun:
             if clock is not None:
                 clock.pass_by(item)
             try:
-                if instruction.op == "alloc":
+                if item.reserved is not None:
+                    memory.reserve(item.reserved, instruction.writes[0])
+                elif item.freed:
+                    for name in item.freed:
+                        memory.free(name)
+                elif instruction.op == "alloc":
                     memory.alloc(instruction.writes[0], item.filled)
-                elif instruction.op == "free":
-                    memory.free(instruction.writes[0])
                 else:
                     self._work(item.index, instruction, clock)
             except Exception as error:
