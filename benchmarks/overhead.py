@@ -25,7 +25,7 @@ def stepper(layers: int, width: int, update: str) -> Callable[[], torch.Tensor]:
     import transformers
 
     torch.manual_seed(0)
-    sizes = {"n_layer": layers, "n_embd": width, "n_head": 4, "vocab_size": 1024, "n_positions": 128}
+    sizes: dict[str, Any] = {"n_layer": layers, "n_embd": width, "n_head": 4, "vocab_size": 1024, "n_positions": 128}
     config = transformers.GPT2Config(**sizes, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0, use_cache=False)
     model: Any = transformers.GPT2LMHeadModel(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
