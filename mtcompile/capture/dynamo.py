@@ -151,8 +151,11 @@ def front_end(
             return captured(variants, args, kwargs)
 
     def captured(variants: list[Callable[..., Any]], args: Any, kwargs: Any) -> Any:
-        torch_private.forget_counted_frames()
         try:
+            known = None if state.in_parts else torch_private.captured_before(variants[0], args, kwargs)
+            if known is not None:
+                return known(*args, **kwargs)
+            torch_private.forget_counted_frames()
             with (
                 torch_private.own_capture(),
                 torch_private.captures_of(made),
