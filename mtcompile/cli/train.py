@@ -89,7 +89,9 @@ def _stopping(job: Job) -> Iterator[tuple[Callable[[], bool], Callable[[int], No
     ended."""
     again = "Ctrl-C again, a second later, stops now"
     first = f"\nmtcompile train: stopping after the first step, which is captured and planned before it runs; {again}"
-    asked = [number for number in (signal.SIGINT, *_ENDINGS) if signal.getsignal(number) != signal.SIG_IGN]  # as nohup has it
+    asked = [signal.SIGINT, *_ENDINGS]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup has it
+        asked.remove(signal.SIGHUP)
     texts: dict[int, str] = dict.fromkeys(asked, first)
     last = 0
 

@@ -1,24 +1,17 @@
 """torch's own Python bindings in place of ``torch.ops``: the same operations, called in less time.
 
-A call through ``torch.ops`` looks its operands up in a schema: 1 to 2 µs more than ``torch.add`` takes. Which operation a
-binding calls depends on its operands. So each is tried with those of its node, and serves only if it calls just that operation,
-with the same operands.
+A call through ``torch.ops`` looks its operands up in a schema: 1 to 2 µs more than ``torch.add`` takes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import types
-from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtcompile import torch_private
 from mtcompile.passes.lazy_graph import lazy
-
-_BINDINGS = (types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
 def with_bindings(body: fx.GraphModule) -> fx.GraphModule:
@@ -26,56 +19,10 @@ def with_bindings(body: fx.GraphModule) -> fx.GraphModule:
     copied, env = fx.Graph(), dict[fx.Node, fx.Node]()
     output = copied.graph_copy(body.graph, env)
     copied.output(output)
-    with torch.no_grad(), contextlib.suppress(KeyError):  # as kernels run; without values nothing is tried
+    with torch.no_grad():  # as kernels run
         for node, copy in env.items():
-            # a default device decides what bindings without a tensor do
-            if node.all_input_nodes and isinstance(node.target, OpOverload) and (binding := _binding_of(node)) is not None:
-                copy.target = binding
+            if node.op == "call_function" and node.all_input_nodes:  # a default device decides what those without a tensor do
+                with contextlib.suppress(KeyError):  # without values nothing is tried
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+                    copy.target = torch_private.binding_of(node.target, args, kwargs) or copy.target
     return lazy(fx.GraphModule(body, copied))
-
-
-def _binding_of(node: fx.Node) -> Any:
-    target: Any = node.target
-    name = target._schema.name.removeprefix("aten::")
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-    for owner in (torch, torch.Tensor):
-        binding = getattr(owner, name, None)
-        if isinstance(binding, _BINDINGS) and _calls(binding, target, args, kwargs):
-            return binding
-    return None
-
-
-class _Noting(TorchDispatchMode):
-    """Notes the operations that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.called: list[tuple[Any, list[Any]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "prim":  # asked for when a result is handed out
-            self.called.append((func, _operands(func, args, kwargs or {})))
-        return func(*args, **(kwargs or {}))
-
-
-def _calls(binding: Any, target: Any, args: Any, kwargs: Any) -> bool:
-    noting = _Noting()
-    try:
-        with noting:
-            binding(*args, **kwargs)
-    except Exception:
-        return False
-    expected = _operands(target, args, kwargs)
-    return [func for func, _ in noting.called] == [target] and all(map(_same, noting.called[0][1], expected))
-
-
-def _operands(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """All operands in the order of the operation's schema."""
-    given = dict(zip((each.name for each in func._schema.arguments), args)) | kwargs
-    return [given.get(each.name, each.default_value) for each in func._schema.arguments]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return one is other or (type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other))

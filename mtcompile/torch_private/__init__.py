@@ -45,6 +45,7 @@ from mtcompile.torch_private.autograd import (
     total_norm,
     will_run,
 )
+from mtcompile.torch_private.bindings import binding_of
 from mtcompile.torch_private.data_writes import DataWrites
 from mtcompile.torch_private.dynamo import (
     NEEDS_GRAD,
@@ -155,6 +156,7 @@ __all__ = [
     "asked_for",
     "asks_for",
     "attention_backend",
+    "binding_of",
     "break_after",
     "building_on_meta",
     "building_without_memory",

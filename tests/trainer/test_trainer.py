@@ -177,7 +177,9 @@ def started(
     arguments += ["--metrics", str(metrics), "--save", str(tmp_path / "run"), *more]
     command = [sys.executable, *program, "train", wanted.model, *arguments]
     env = {**os.environ, "MT_CACHE": "0", "OMP_NUM_THREADS": "1"}
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, children would ignore it too
     process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    signal.signal(signal.SIGHUP, before)
     yield process, metrics
     process.kill()
     process.communicate()
