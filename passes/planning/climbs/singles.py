@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from mtcompile.passes.plan import Choice, Decision, Kind, Plan
-from mtcompile.passes.planning.blocks import Block, about_homes, kept_positions, variant_decision
+from mtcompile.passes.plan import Choice, Kind, Plan
+from mtcompile.passes.planning.blocks import Block, about_homes, all_others, kept_positions, variant_decision
 from mtcompile.passes.planning.climbs.move import LAST, Move, Moved
 from mtcompile.passes.planning.climbs.moves import kept, placed
 from mtcompile.passes.planning.variants import Variant
@@ -38,9 +38,8 @@ def _choices(block: Block) -> list[Variant]:
 
 def _of_the_rest(plan: Plan) -> Iterator[Moved]:
     """Lets all values without decisions of their own wait on the device, or at home."""
-    rest = plan.activation("*")
-    other: Choice = "host" if rest == "device" else "device"
-    yield Moved("*", LAST, lambda: plan.with_decision(Decision("activation", "*", other, 0)))
+    other: Choice = "host" if plan.activation("*") == "device" else "device"
+    yield Moved("*", LAST, lambda: plan.with_decision(all_others(other)))
 
 
 def _of_homes(sizes: Mapping[str, int], plan: Plan) -> Iterator[Moved]:
