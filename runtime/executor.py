@@ -154,13 +154,13 @@ def _joined(items: Iterable[_Item]) -> tuple[_Item, ...]:
 
 def _are_alone(schedule: Schedule, beside: Sequence[Instruction]) -> bool:
     """Tells whether what other queues do beside the computation is to fetch a call's inputs, which takes less than a thread."""
-    copies = [each for each in beside if each.op == "copy" and not each.previous_step_deps]
-    fetched = {name for each in copies for name in each.reads}
+    copies = [each for each in beside if each.op == "copy"]
+    if any(each.previous_step_deps or any(schedule.buffers[name].role != "input" for name in each.reads) for each in copies):
+        return False
     filled = {name for each in copies for name in each.writes}
     return (
         bool(copies)
-        and all(each in copies or (each.op == "alloc" and each.writes[0] in filled) for each in beside)
-        and all(schedule.buffers[name].role == "input" for name in fetched)
+        and all(each.op == "copy" or (each.op == "alloc" and each.writes[0] in filled) for each in beside)
         and sum(each.time_us for each in copies) < _THREAD_US
     )
 
