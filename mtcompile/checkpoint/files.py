@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import hashlib
 import json
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtcompile.checkpoint.locks import locked
+from mtcompile.checkpoint.locks import folder_itself_locked, locked
 from mtcompile.errors import CheckpointError
 from mtcompile.runtime.interrupts import interrupts_later
 
@@ -90,11 +89,11 @@ def made_whole(target: Path) -> Iterator[Path]:
     Deletes what a process that was killed has left of such a folder. Raises OSError, also if ``target`` is not empty."""
     make_folder(target.parent)
     for left in target.parent.glob(f".{glob.escape(target.name)}.unfinished-????????"):
-        with contextlib.suppress(OSError), _folder_locked(left):
+        with contextlib.suppress(OSError), folder_itself_locked(left):
             shutil.rmtree(left)
     new = unfinished(target.parent, target.name)
     try:
-        with _folder_locked(new):
+        with folder_itself_locked(new):
             yield new
             for path in (*new.rglob("*"), new):
                 on_disk(path)
@@ -103,17 +102,6 @@ def made_whole(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
-
-
-@contextlib.contextmanager
-def _folder_locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder itself, which the system frees when the process ends. Raises OSError if another one has it."""
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(number)
 
 
 def checksum(path: Path) -> str:

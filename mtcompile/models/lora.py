@@ -76,8 +76,7 @@ def _in_full(weight: Tensor, absmax: Tensor, code: Tensor, nested: Tensor, size:
 
 def add_lora(model: nn.Module, rank: int, base_bits: int | None = None) -> None:
     """Freezes a model and gives each of its linear layers an adapter, except an output head. ``base_bits``: 4 for such layers
-    in bitsandbytes' 4 bits. Raises ValueError for a model
-    without linear layers, or with trained adapters of its own."""
+    in bitsandbytes' 4 bits. Raises ValueError for a model without linear layers, or with trained adapters of its own."""
     parameters = list(model.parameters())
     if not all(parameter.requires_grad for parameter in parameters):
         raise ValueError(

@@ -136,9 +136,9 @@ def _of_transformers(
     if not four_bits:
         _refuse_other_numbers(folder, tensors, model_class, config)
     packed = names_in_four_bits(model_class, config) if four_bits else set()
-    sizes = {n: each.numel // 2 + each.numel // 32 if n in packed else each.nbytes_as(dtype) for n, each in tensors.items()}
+    sizes = [each.numel // 2 + each.numel // 32 if n in packed else each.nbytes_as(dtype) for n, each in tensors.items()]
     widest = max((each.nbytes_as(dtype) for each in tensors.values()), default=0)  # layouts of older files are converted
-    home = home_for(f"load {folder}", list(sizes.values()), widest, dtype, Room(room.host, None) if four_bits else room)
+    home = home_for(f"load {folder}", sizes, widest, dtype, Room(room.host, None) if four_bits else room)
     try:
         with knobs.transformers_load_in_order(), registered_parameters_on(home):
             loaded, found = model_class.from_pretrained(
