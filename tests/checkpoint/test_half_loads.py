@@ -92,7 +92,7 @@ WAYS: dict[str, dict[str, Any] | None] = {"plain": None, "step": {}, "backward":
 @pytest.mark.parametrize("way", WAYS)
 def test_a_load_that_is_stopped(way: str, tmp_path: Path) -> None:
     training = Training(tmp_path / "run", WAYS[way])
-    outcomes = check_every(training, lambda: checkpoint.load(training.path, training.model, training.optimizer), 10, tmp_path)
+    outcomes = check_every(training, lambda: checkpoint.load(training.path, training.model, training.optimizer), 20, tmp_path)
     assert outcomes >= {"before", "said"}
 
 
