@@ -18,7 +18,7 @@ Precision = Literal["model", "fp32", "bf16-master32", "bf16"]
 Update = Literal["step", "backward"]
 Kernels = Literal["auto", "eager", "exact", "inductor"]
 TooLong = Literal["stop", "cut", "drop"]
-Method = Literal["sft", "dpo", "kto"]
+Method = Literal["sft", "dpo", "kto", "grpo"]
 Fragments = Literal["auto", "exact", "split"]
 Effort = Literal["quick", "normal", "thorough"]
 
@@ -194,13 +194,21 @@ class RecipeOptions(TrainingOptions):
         Method,
         typer.Option(
             help="for a folder of weights: learn what answers say (sft), or by TRL which are better: dpo, from rows with "
-            "prompt, chosen and rejected, or kto, from rows with prompt, completion and label"
+            "prompt, chosen and rejected; kto, from rows with prompt, completion and label; grpo, from --reward for its answers"
         ),
     ] = "sft"
     beta: Annotated[
         float | None,
-        typer.Option(min=0, help="for --method dpo and kto: what it costs to leave the first model (default: 0.1)"),
+        typer.Option(min=0, help="for --method dpo and kto: what it costs to leave the first model (default: 0.1; for grpo 0)"),
     ] = None
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            help="for --method grpo: file.py:function, TRL's reward function, which returns a number for each completion"
+        ),
+    ] = None
+    completions: Annotated[int, typer.Option(min=2, help="for --method grpo: answers to each prompt, which are compared")] = 8
+    new_tokens: Annotated[int, typer.Option(min=1, help="for --method grpo: the most tokens of an answer")] = 256
     lora: Annotated[
         int,
         typer.Option(min=0, help="for a folder of weights: freeze them and train LoRA adapters of this rank (0: no adapters)"),

@@ -95,7 +95,7 @@ def _row(value: Any, place: str, columns: Sequence[str]) -> dict[str, Any]:
     prompt, which is then no column."""
     if not isinstance(value, dict):
         raise ValueError(f"{place}: expected an object with {', '.join(columns)}, found {_kind(value)}")
-    row: dict[str, Any] = {}
+    row: dict[str, Any] = {} if len(columns) > 1 else dict(value)  # rewards may look at other columns
     for name in columns:
         if name == "label":
             good = {"true": True, "false": False}.get(str(value.get(name)).lower())

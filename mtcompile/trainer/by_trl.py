@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,24 +18,27 @@ from torch import Tensor
 from mtcompile.capture.refusals import first_line
 from mtcompile.data.batch import HELD_OUT, MOST_EVALUATED
 from mtcompile.data.records import read_rows
+from mtcompile.models.loading import load_function
+from mtcompile.reading import read_bytes
 from mtcompile.trainer.methods import COLUMNS
 from mtcompile.trainer.recipe import FINAL_RATE, Recipe, loss_not_finite
 
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Rows as TRL takes them, the last of them ``held_out``. ``digest``: of all their tokens;
+    """Rows as TRL takes them, the last of them ``held_out``. ``answers``: to each in a batch; ``digest``: of all their tokens;
     ``too_long``: how many were cut or dropped."""
 
     trained: Any
     held_out: Any
+    answers: int
     digest: str
     seq: int
     too_long: int
 
     @property
     def count(self) -> int:
-        return len(self.trained)
+        return len(self.trained) * self.answers
 
     def __str__(self) -> str:
         long = f"; {self.too_long:,} were too long" * (self.too_long > 0)
@@ -78,12 +82,15 @@ def read_examples(recipe: Recipe, tokenizer: Any, vocabulary_with: Callable[[int
     settings = SimpleNamespace(dataset_num_proc=None, max_length=None)
     itself = SimpleNamespace(_tokenizer=tokenizer, calculate_KL=False)
     try:
-        tokenized = kind._prepare_dataset(itself, whole, tokenizer, settings, "data")
+        if recipe.method == "grpo":
+            tokenized = whole.map(lambda row: {"prompt_ids": _prompt(row, tokenizer)})
+        else:
+            tokenized = kind._prepare_dataset(itself, whole, tokenizer, settings, "data")
     except Exception as error:  # a template raises errors of its own
         raise ValueError(f"expected rows that the tokenizer takes, found that it refuses some: {first_line(error)}") from None
     parts = sorted(name for name in tokenized.column_names if name.endswith("_ids") and name != "prompt_ids")
     prompts = np.array([len(ids) for ids in tokenized["prompt_ids"]])
-    lengths = prompts + np.max([[len(ids) for ids in tokenized[name]] for name in parts], 0)
+    lengths = prompts + (np.max([[len(ids) for ids in tokenized[name]] for name in parts], 0) if parts else recipe.new_tokens)
     long = np.flatnonzero(lengths > recipe.length)
     if len(long) and recipe.too_long == "stop":
         raise ValueError(
@@ -91,12 +98,13 @@ def read_examples(recipe: Recipe, tokenizer: Any, vocabulary_with: Callable[[int
             f"are too long, the longest of {lengths.max()}): give --seq {lengths.max()}, or --too-long cut or drop"
         )
     kept = np.flatnonzero(prompts < recipe.length if recipe.too_long == "cut" else lengths <= recipe.length)
-    held_out = max(1, int(len(kept) * HELD_OUT)) if recipe.evaluate_every else 0
-    if (first := len(kept) - held_out) < recipe.batch:
+    held_out = max(1, int(len(kept) * HELD_OUT)) if recipe.evaluate_every and parts else 0
+    answers = 1 if parts else recipe.completions
+    if (first := len(kept) - held_out) * answers < recipe.batch:
         aside = f", beside {held_out} held out" if held_out else ""
         raise ValueError(
-            f"expected at least {recipe.batch} rows for a batch of {recipe.batch}{aside}, found {max(0, first)}: give more "
-            "--data, or a smaller --batch"
+            f"expected at least {recipe.batch // answers} rows for a batch of {recipe.batch}{aside}, found "
+            f"{max(0, first)}: give more --data, or a smaller --batch"
         )
     digest, largest = xxhash.xxh3_128(f"{recipe.length} {first}".encode()), 0
     for name in ("prompt_ids", *parts):
@@ -104,15 +112,29 @@ def read_examples(recipe: Recipe, tokenizer: Any, vocabulary_with: Callable[[int
             largest = max(largest, *ids, 0)
             digest.update(np.array([len(ids), *ids], np.int32).data)
     digest.update(bytes(whole.select(kept)["label"] if "label" in whole.column_names else ()))
+    if recipe.reward is not None:
+        digest.update(read_bytes(Path(recipe.reward.partition(":")[0])))
     vocabulary_with(largest)
     most = kept[first : first + MOST_EVALUATED * recipe.batch]
-    return Examples(whole.select(kept[:first]), whole.select(most), str(digest.hexdigest()), recipe.length, len(long))
+    return Examples(whole.select(kept[:first]), whole.select(most), answers, str(digest.hexdigest()), recipe.length, len(long))
+
+
+def _prompt(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    """Returns the tokens of a prompt, of which GRPO generates answers."""
+    if isinstance(row["prompt"], str):
+        return list(tokenizer(row["prompt"])["input_ids"])
+    return list(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
 def arguments_of(recipe: Recipe, steps: int, held_out: int) -> dict[str, Any]:
     """Returns a recipe of so many steps in the words of TRL's configurations. All rows have one length, which is planned once.
     The reference is the model itself: without its adapters, or as it was before the first step."""
     rows = recipe.batch // recipe.accumulate
+    own: dict[str, Any] = {"max_length": recipe.length, "pad_to_multiple_of": recipe.length}
+    own["precompute_ref_log_probs"] = not recipe.lora
+    if recipe.method == "grpo":
+        own = {"num_generations": recipe.completions, "max_completion_length": recipe.new_tokens}
+        own["pad_to_multiple_of"] = recipe.new_tokens
     return {
         **{"per_device_train_batch_size": rows, "per_device_eval_batch_size": max(1, min(rows, held_out))},
         "dataloader_drop_last": True,
@@ -120,10 +142,10 @@ def arguments_of(recipe: Recipe, steps: int, held_out: int) -> dict[str, Any]:
         **{"learning_rate": recipe.rate, "weight_decay": recipe.weight_decay, "adam_beta2": 0.95, "seed": recipe.seed},
         **{"warmup_steps": recipe.warmup, "lr_scheduler_type": "cosine_with_min_lr"},
         "lr_scheduler_kwargs": {"min_lr_rate": FINAL_RATE},
-        **{"max_length": recipe.length, "pad_to_multiple_of": recipe.length, "precompute_ref_log_probs": not recipe.lora},
+        **own,
         **({} if recipe.beta is None else {"beta": recipe.beta}),
         **{"bf16": False, "gradient_checkpointing": False, "disable_dropout": not recipe.lora_dropout},
-        **({"eval_strategy": "steps", "eval_steps": recipe.evaluate_every} if recipe.evaluate_every else {}),
+        **({"eval_strategy": "steps", "eval_steps": recipe.evaluate_every} if held_out else {}),
         **{"logging_steps": 1, "logging_nan_inf_filter": False, "save_strategy": "no", "disable_tqdm": True, "report_to": []},
     }
 
@@ -148,11 +170,11 @@ def trainer_of(recipe: Recipe, model: Any, examples: Examples, tokenizer: Any, s
             return found
 
     with tempfile.TemporaryDirectory() as folder:  # nothing is saved there
-        held_out = examples.held_out if recipe.evaluate_every else None
+        held_out = examples.held_out if len(examples.held_out) else None
         given = arguments_of(recipe, steps, len(examples.held_out))
         arguments = settings(folder, **given, use_cpu=model.device.type == "cpu")
-        trainer = FiniteTrainer(
-            model, args=arguments, train_dataset=examples.trained, eval_dataset=held_out, processing_class=tokenizer
-        )
+        data = {"train_dataset": examples.trained, "eval_dataset": held_out}
+        rewards = {} if recipe.reward is None else {"reward_funcs": load_function(*recipe.reward.rsplit(":", 1))}
+        trainer = FiniteTrainer(model, args=arguments, processing_class=tokenizer, **data, **rewards)
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -54,6 +54,9 @@ class Recipe:
     update: str = "step"
     method: str = "sft"
     beta: float | None = None
+    reward: str | None = None
+    completions: int = 8
+    new_tokens: int = 256
     lora: int = 0
     lora_alpha: int | None = None
     lora_targets: tuple[str, ...] = ()
@@ -109,6 +112,9 @@ class Recipe:
             "kernels",
             "method",
             "beta",
+            "reward",
+            "completions",
+            "new_tokens",
             "lora",
             "lora_dropout",
             "dora",

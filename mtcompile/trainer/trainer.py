@@ -110,22 +110,22 @@ def _run_trainer(job: Job, report: Report, stop: Callable[[], bool]) -> Summary:
     evaluations: list[Evaluation] = []
 
     class Reports(TrainerCallback):
-        began = 0.0
+        began, tokens = 0.0, 0.0  # of a step, and of all that this process has trained
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             self.began = time.perf_counter()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
             control.should_training_stop |= stop()
-            control.should_evaluate |= recipe.evaluate_every > 0 and state.global_step == job.steps
+            control.should_evaluate |= trainer.eval_dataset is not None and state.global_step == job.steps
             return control
 
         def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if "loss" in (logs := given["logs"]):
                 memory = job.model.memory_report()
                 figures = (memory["peak_device_bytes"], memory["peak_host_bytes"])
-                tokens = recipe.batch * recipe.length * (2 if recipe.method == "dpo" else 1)
-                speed = tokens / (time.perf_counter() - self.began)
+                speed = (logs["num_tokens"] - self.tokens) / (time.perf_counter() - self.began)
+                self.tokens = logs["num_tokens"]
                 shown = (logs["loss"], logs["learning_rate"], logs.get("grad_norm"), speed)
                 rows.append(Row(state.global_step, *shown, *figures, _others(logs)))
                 tell(rows[-1])
@@ -148,7 +148,7 @@ def _run_trainer(job: Job, report: Report, stop: Callable[[], bool]) -> Summary:
 
 def _others(logs: Mapping[str, float]) -> dict[str, float]:
     """Returns what TRL logs beside what a row has, without clocks."""
-    own = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch", "num_tokens")
+    own = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time")
     return {name: value for name, value in logs.items() if name not in own and not name.endswith(("runtime", "per_second"))}
 
 

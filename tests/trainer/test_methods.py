@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from mtcompile import checkpoint
 from mtcompile.data.encoding import load_tokenizer
 from mtcompile.data.records import read_rows
+from mtcompile.models.loading import load_function
 from mtcompile.trainer.by_trl import FromLogits, arguments_of, read_examples
 from mtcompile.trainer.methods import COLUMNS
 from mtcompile.trainer.recipe import Recipe
@@ -37,8 +38,14 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         }
         for a, b in SUMS
     ],
+    "grpo": [{"prompt": [{"role": "user", "content": f"{a} + {b}?"}], "sum": a + b} for a, b in SUMS],
     "kto": [{"prompt": f"{a} + {b} is ", "completion": str(a + b + a % 2), "label": a % 2 == 0} for a, b in SUMS],
 }
+
+REWARD = """
+def short(completions, sum, **columns):
+    return [-abs(len(answer[0]["content"]) - number) for answer, number in zip(completions, sum)]
+"""
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -66,24 +73,27 @@ def plain(recipe: Recipe, folder: Path) -> Any:
             from_logits = model.training and recipe.update == "backward"
             return super().compute_loss(FromLogits(model) if from_logits else model, *args, **options)
 
-    rows, lora = ROWS[recipe.method], {}
+    rows, more = ROWS[recipe.method], {}
     if recipe.lora:
         config = peft.LoraConfig(r=recipe.lora, lora_alpha=2 * recipe.lora, target_modules="all-linear", task_type="CAUSAL_LM")
-        lora = {"peft_config": config}
+        more["peft_config"] = config
+    if recipe.method == "grpo":
+        more["reward_funcs"] = load_function(*str(recipe.reward).rsplit(":", 1))
+    else:
+        more["eval_dataset"], rows = Dataset.from_list(rows[-1:]), rows[:-1]
     trainer = WithLogits(
         transformers.AutoModelForCausalLM.from_pretrained(recipe.model),
-        args=settings(str(folder), **arguments_of(recipe, recipe.steps or 0, 1), use_cpu=True),
-        train_dataset=Dataset.from_list(rows[:-1]),
-        eval_dataset=Dataset.from_list(rows[-1:]),
+        args=settings(str(folder), **arguments_of(recipe, recipe.steps or 0, int(recipe.method != "grpo")), use_cpu=True),
+        train_dataset=Dataset.from_list(rows),
         processing_class=transformers.AutoTokenizer.from_pretrained(recipe.model),
-        **lora,
+        **more,
     )
     trainer.train()
     return trainer
 
 
 def logged(row: Mapping[str, Any]) -> dict[str, Any]:
-    clocks = ("runtime", "per_second", "tokens", "epoch", "step", "bytes", "lr", "learning_rate", "per_s")
+    clocks = ("runtime", "per_second", "tokens", "epoch", "step", "bytes", "lr", "learning_rate", "per_s", "step_time")
     return {name: value for name, value in row.items() if not name.endswith(clocks)}
 
 
@@ -97,6 +107,8 @@ def logged(row: Mapping[str, Any]) -> dict[str, Any]:
         pytest.param("dpo", {"accumulate": 2}, marks=pytest.mark.long),
         ("kto", {"update": "backward"}),
         pytest.param("kto", {"lora": 4, "beta": 0.3}, marks=pytest.mark.long),
+        pytest.param("grpo", {"update": "backward"}, marks=pytest.mark.long),
+        pytest.param("grpo", {"lora": 4, "beta": 0.1}, marks=pytest.mark.long),
         pytest.param("kto", {}, marks=pytest.mark.long),
     ],
 )
@@ -105,15 +117,19 @@ def test_losses_rewards_and_weights_are_those_of_trl(method: str, options: dict[
     given: dict[str, Any] = {"steps": 4, "batch": 4, "seq": 32, "warmup": 1, "lr": 1e-2, "evaluate_every": 2, **options}
     recipe = Recipe(str(folder), (data,), method=method, device="cpu", memory="64MiB", save=tmp_path / "run", **given)
     recipe = replace(recipe, metrics=tmp_path / "run.jsonl")
+    if method == "grpo":
+        (tmp_path / "rewards.py").write_text(REWARD)
+        recipe = replace(recipe, reward=f"{tmp_path}/rewards.py:short", completions=2, new_tokens=8, seq=64)
     rows: list[Row | Evaluation] = []
-    assert train(recipe, lambda row, model: rows.append(row), stop=lambda: len(rows) > 2).interrupted
+    evaluations = 0 if method == "grpo" else 2
+    assert train(recipe, lambda row, model: rows.append(row), stop=lambda: len(rows) > 1 + bool(evaluations)).interrupted
     summary = train(replace(recipe, resume=tmp_path / "run"), lambda row, model: rows.append(row))
     with pytest.raises(ValueError, match=r"found --beta 0\.7"):
         train(replace(recipe, resume=tmp_path / "run", beta=0.7, steps=6, allow_change=("steps",)))
     expected = plain(recipe, tmp_path / "plain")
     history = [logged(row) for row in expected.state.log_history if "loss" in row or "eval_loss" in row]
     assert [logged(json.loads(line)) for line in (tmp_path / "run.jsonl").read_text().splitlines()] == history
-    assert sum("eval_loss" in row for row in history) == 2 and any(row.get("grad_norm") for row in history)
+    assert sum("eval_loss" in row for row in history) == evaluations and any(row.get("grad_norm") for row in history)
     assert 0 < summary.peak_device_bytes <= summary.budget_device_bytes and summary.limiting_resource
     saved = checkpoint.latest(tmp_path / "run")
     assert saved is not None and saved.name == "step-00000004"
@@ -162,6 +178,9 @@ CHAT = {name: [{"role": "user", "content": text}] for name, text in GOOD.items()
         ([GOOD] * 3, ["--batch", "4"], "expected at least 4 rows for a batch of 4, beside 1 held out, found 2"),
         ([{"prompt": "a", "completion": "b", "label": 2}], ["--method", "kto"], "label: expected true or false, found 2"),
         ([CHAT], [], "found that it refuses some: this template takes no conversation"),
+        ([GOOD], ["--method", "grpo"], "expected --reward file.py:function with --method grpo, found no --reward"),
+        ([GOOD], ["--method", "grpo", "--reward", f"{__file__}:no", "--batch", "4"], "a multiple of --completions 8"),
+        ([GOOD], ["--reward", f"{__file__}:no"], "expected --reward with --method grpo, found --method dpo"),
         ([GOOD], ["--method", "kto", "--batch", "1"], "expected a --batch of at least 2 rows for each of --accumulate"),
     ],
 )
