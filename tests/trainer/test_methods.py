@@ -123,6 +123,10 @@ def test_losses_rewards_and_weights_are_those_of_trl(method: str, options: dict[
     rows: list[Row | Evaluation] = []
     evaluations = 0 if method == "grpo" else 2
     assert train(recipe, lambda row, model: rows.append(row), stop=lambda: len(rows) > 1 + bool(evaluations)).interrupted
+    before = checkpoint.latest(tmp_path / "run")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):  # what Transformers would read
+        assert before is not None and not (before / name).exists()
+        (before / name).write_bytes(b"no pickle")
     summary = train(replace(recipe, resume=tmp_path / "run"), lambda row, model: rows.append(row))
     with pytest.raises(ValueError, match=r"found --beta 0\.7"):
         train(replace(recipe, resume=tmp_path / "run", beta=0.7, steps=6, allow_change=("steps",)))
