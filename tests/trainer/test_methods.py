@@ -147,11 +147,14 @@ def test_losses_rewards_and_weights_are_those_of_trl(method: str, options: dict[
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dpo", "kto"])
+@pytest.mark.parametrize("method", ["dpo", "kto", "grpo"])
 def test_a_run_that_is_killed_goes_on_with_the_bits_of_one_that_is_not(method: str, tmp_path: Path) -> None:
     folder, data = folder_of(tmp_path / "model"), written(tmp_path / "rows.jsonl", ROWS[method])
     given: dict[str, Any] = {"steps": 40, "batch": 4, "seq": 32, "warmup": 2, "lr": 1e-3, "evaluate_every": 0, "lora": 4}
     given |= {"method": method, "update": "backward", "memory": "64MiB", "device": "cpu"}
+    if method == "grpo":
+        (tmp_path / "rewards.py").write_text(REWARD)
+        given |= {"reward": f"{tmp_path}/rewards.py:short", "completions": 2, "new_tokens": 8, "seq": 64}
     flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     saved = killed(str(folder), "--data", str(data), *flags, run=tmp_path / "run", metrics=tmp_path / "rows")
     assert 1 <= saved < 40
