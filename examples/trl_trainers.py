@@ -21,9 +21,9 @@ from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from trl.trainer.utils import FusedCausalLMOutput
 
 import mtcompile
+from mtcompile.trainer.by_trl import FromLogits
 
 WORDS = ["<pad>", "<eos>", *(chr(code) for code in range(32, 127))]
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
@@ -50,23 +50,6 @@ class WholeSFTTrainer(SFTTrainer):
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return Trainer.compute_loss(self, *args, **kwargs)
-
-
-class FromLogits:
-    """A model whose log-probabilities, and what TRL logs beside them, are computed from the logits that it returns."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, labels: torch.Tensor, fused_lm_head: bool, **inputs: Any) -> FusedCausalLMOutput:
-        logits, next_labels = self.model(**inputs).logits[:, :-1].float(), labels[:, 1:]
-        ignored, log_probs = next_labels == -100, logits.log_softmax(-1)
-        chosen = log_probs.gather(-1, next_labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        with torch.no_grad():
-            entropy = -(log_probs.exp() * log_probs).sum(-1)
-            means, is_top1 = logits.mean(-1), logits.argmax(-1) == next_labels
-        shown = {"log_probs": chosen, "entropy": entropy, "mean_logits": means, "is_top1": is_top1}
-        return FusedCausalLMOutput(**{name: value.masked_fill(ignored, 0) for name, value in shown.items()})
 
 
 class WholeDPOTrainer(DPOTrainer):

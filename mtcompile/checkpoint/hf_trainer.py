@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,24 @@ def autosave_trainer(
         with checkpoint.autosave_trainer(trainer, "run", every=500) as before:
             trainer.train(resume_from_checkpoint=before)
     """
-    from transformers import TrainerCallback
-
     folder = folder_named(folder)
-    before = latest(folder)
+    options: dict[str, Any] = {"every": every, "minutes": minutes, "keep": keep, "background": background}
+    with saves(trainer, folder, before := latest(folder), **options):
+        yield None if before is None else str(before)
+
+
+@contextlib.contextmanager
+def saves(
+    trainer: Any,
+    folder: Path | None,
+    before: Path | None,
+    extra: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
+    **options: Any,
+) -> Iterator[None]:
+    """Has a Trainer, whose ``train`` is called inside, go on from the checkpoint ``before`` and save into a folder, if there is
+    one, with the files of its tokenizer or those given. ``extra``: as for ``save``; the others are options of ``autosave``."""
+    from transformers import TrainerCallback
 
     class Saves(TrainerCallback):
         """Loads and saves what the Trainer does not, as it has a step begin and end."""
@@ -54,8 +68,8 @@ def autosave_trainer(
             if state.global_step and before is not None:
                 load(before, trainer.model, optimizer, others=others, generators=False)
                 self.generators = saved_generators(before)
-            options: dict[str, Any] = {"every": every, "minutes": minutes, "keep": keep, "background": background}
-            self.saver = self.stack.enter_context(autosave(folder, trainer.model, optimizer, others=others, **options))
+            if folder is not None:
+                self.saver = self.stack.enter_context(autosave(folder, trainer.model, optimizer, others=others, **options))
 
         def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if self.generators is not None:
@@ -67,17 +81,17 @@ def autosave_trainer(
             self.generators = None
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-            assert self.saver is not None
-            self.saver.files = {**tokenizer, _STATE: _json_of(state)}
-            if not self.saver.after(state.global_step):
-                control.should_training_stop = True
+            if self.saver is not None:
+                self.saver.files = {**beside, _STATE: _json_of(state)}
+                if not self.saver.after(state.global_step, extra):
+                    control.should_training_stop = True
             return control
 
-    tokenizer, callback = _tokenizer_files(trainer), Saves()
+    beside, callback = _tokenizer_files(trainer) if files is None else files, Saves()
     trainer.add_callback(callback)
     try:
         with callback.stack:
-            yield None if before is None else str(before)
+            yield
     finally:
         trainer.remove_callback(callback)
 

@@ -12,6 +12,7 @@ from mtcompile.machine.known import check_machine
 from mtcompile.models.shapes import check_config, check_shape
 from mtcompile.sizes import parse_bytes
 from mtcompile.trainer.adapters import check_adapters
+from mtcompile.trainer.methods import check_method
 
 
 def check_at_once(model: str | None, options: Any) -> None:
@@ -24,6 +25,7 @@ def check_at_once(model: str | None, options: Any) -> None:
     if trains:
         files_of(options.data or ())
         check_adapters(options, model or "")
+        check_method(options, model or "")
     if model is not None:
         _check_model(model, trains)
 

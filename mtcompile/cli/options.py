@@ -18,6 +18,7 @@ Precision = Literal["model", "fp32", "bf16-master32", "bf16"]
 Update = Literal["step", "backward"]
 Kernels = Literal["auto", "eager", "exact", "inductor"]
 TooLong = Literal["stop", "cut", "drop"]
+Method = Literal["sft", "dpo", "kto", "grpo"]
 Fragments = Literal["auto", "exact", "split"]
 Effort = Literal["quick", "normal", "thorough"]
 
@@ -189,6 +190,25 @@ class RecipeOptions(TrainingOptions):
     weight_decay: Annotated[float, typer.Option(min=0, help="weight decay of matrices")] = 0.1
     clip: Annotated[float, typer.Option(min=0, help="clip the gradients to this norm; 0: no clipping")] = 1.0
     run_ahead: RunAhead = False
+    method: Annotated[
+        Method,
+        typer.Option(
+            help="for a folder of weights: learn what answers say (sft), or by TRL which are better: dpo, from rows with "
+            "prompt, chosen and rejected; kto, from rows with prompt, completion and label; grpo, from --reward for its answers"
+        ),
+    ] = "sft"
+    beta: Annotated[
+        float | None,
+        typer.Option(min=0, help="for --method dpo and kto: what it costs to leave the first model (default: 0.1; for grpo 0)"),
+    ] = None
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            help="for --method grpo: file.py:function, TRL's reward function, which returns a number for each completion"
+        ),
+    ] = None
+    completions: Annotated[int, typer.Option(min=2, help="for --method grpo: answers to each prompt, which are compared")] = 8
+    new_tokens: Annotated[int, typer.Option(min=1, help="for --method grpo: the most tokens of an answer")] = 256
     lora: Annotated[
         int,
         typer.Option(min=0, help="for a folder of weights: freeze them and train LoRA adapters of this rank (0: no adapters)"),

@@ -158,7 +158,7 @@ def _reporting(job: Job, as_json: bool) -> Iterator[Callable[[Row | Evaluation, 
 
         def report(row: Row | Evaluation, model: Any) -> None:
             nonlocal told
-            if not told and model.plan:
+            if not told and model.plan and job.trainer is None:
                 told = True
                 (bar.print if out.isatty() else lambda text: _say(text, out))(f"predicted: {cost_of_rest(job, row.step)}")
             if isinstance(row, Row):

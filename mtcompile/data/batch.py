@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 HELD_OUT = 0.05  # share of the data, at its end
+MOST_EVALUATED = 8  # batches per evaluation
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,12 @@ class Rows:
             arguments["attention_mask"] = self.mask(torch.from_numpy(documents))
         return Batch(arguments, int((documents > 0).sum()), int((labels != IGNORED).sum()))
 
+    @property
+    def count(self) -> int:
+        """The rows to train on."""
+        return self.trained.count
+
+    @property
     def digest(self) -> str:
         """Returns a checksum of the rows: it tells whether a training goes on with the same data."""
         import xxhash

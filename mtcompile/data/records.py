@@ -57,15 +57,8 @@ def read_records(paths: Sequence[Path]) -> Iterator[Record]:
                 f"{file}: expected text or records (.jsonl, .json, .csv, .parquet), found a file of tokens: "
                 "only random weights are trained on tokens"
             )
-        if read := _READERS.get(_suffix(file)):
-            if not regular_nbytes(file):
-                raise ValueError(f"{file}: expected records, found an empty file")
-            empty = True
-            for place, value in read(file):
-                yield record_of(value, place)
-                empty = False
-            if empty:
-                raise ValueError(f"{file}: expected records, found none")
+        if _suffix(file) in _READERS:
+            yield from (record_of(value, place) for place, value in _values(file))
         elif regular_nbytes(file) > _LONG_NBYTES:
             if is_text(file, strict=file in paths):
                 yield Record(printable(file), file=file)
@@ -73,6 +66,61 @@ def read_records(paths: Sequence[Path]) -> Iterator[Record]:
             yield Record(printable(file), text)
         elif file in paths:
             raise ValueError(f"{file}: expected text, found an empty file")
+
+
+def read_rows(paths: Sequence[Path], columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Reads the place and the columns of each row of files of records, for a trainer of TRL. In folders, other files are left
+    out. Raises ValueError with the file, the line and the field, and OSError."""
+    first: dict[str, str] = {}
+    for file in files_of(paths):
+        if _suffix(file) in _READERS:
+            for place, value in _values(file):
+                row = _row(value, place, columns)
+                kinds = {name: _kind(column) for name, column in row.items() if name != "tools"}
+                if kinds != (first := first or kinds):
+                    raise ValueError(f"{place}: expected the fields of the first row ({_told(first)}), found {_told(kinds)}")
+                yield place, row
+        elif file in paths:
+            raise ValueError(
+                f"{file}: expected rows of {', '.join(columns)} (.jsonl, .json, .csv, .parquet), found another file"
+            )
+
+
+def _told(kinds: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
+
+
+def _row(value: Any, place: str, columns: Sequence[str]) -> dict[str, Any]:
+    """Returns the columns of a row: text, or messages; ``label``: whether it is good. Two conversations may begin with their
+    prompt, which is then no column."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{place}: expected an object with {', '.join(columns)}, found {_kind(value)}")
+    row: dict[str, Any] = {} if len(columns) > 1 else dict(value)  # rewards may look at other columns
+    for name in columns:
+        if name == "label":
+            good = {"true": True, "false": False}.get(str(value.get(name)).lower())
+            if good is None:
+                raise ValueError(f"{place}: label: expected true or false, found {value.get(name)!r:.80}")
+            row[name] = good
+        elif isinstance(value.get(name), list):
+            row[name] = [_message(item, f"{place}: {name}[{n}]") for n, item in enumerate(value[name])]
+            if not row[name]:
+                raise ValueError(f"{place}: {name}: expected messages, found none")
+        elif name != "prompt" or name in value or not isinstance(value.get("chosen"), list):
+            row[name] = _string(value, name, place)
+    return row | ({"tools": json.dumps(value["tools"])} if value.get("tools") else {})
+
+
+def _values(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the place and the value of each record of a file. Raises ValueError if it has none."""
+    if not regular_nbytes(file):
+        raise ValueError(f"{file}: expected records, found an empty file")
+    empty = True
+    for place, value in _READERS[_suffix(file)](file):
+        yield place, value
+        empty = False
+    if empty:
+        raise ValueError(f"{file}: expected records, found none")
 
 
 def _suffix(file: Path) -> str:

@@ -83,6 +83,7 @@ class Windows:
             )
         return Windows(stream, seq, Order(count - held_out), held_out)
 
+    @property
     def digest(self) -> str:
         """Returns a checksum of the windows: it tells whether a training goes on with the same data."""
         import xxhash

@@ -108,7 +108,7 @@ def _shape(name: str) -> Any:
 
 
 def _from_factory(path: str, name: str, batch: int, seq: int) -> ModelAndData:
-    factory = _load_function(path, name)
+    factory = load_function(path, name)
     call = f"{path}:{name}({batch}, {seq})"
     try:
         built = factory(batch, seq)
@@ -122,17 +122,17 @@ def _from_factory(path: str, name: str, batch: int, seq: int) -> ModelAndData:
     return built
 
 
-def _load_function(path: str, name: str) -> Callable[[int, int], Any]:
+def load_function(path: str, name: str) -> Callable[..., Any]:
     spec = importlib.util.spec_from_file_location(Path(path).stem, path) if path.endswith(".py") else None
     if spec is None or spec.loader is None or not Path(path).exists():
-        raise ValueError(f"expected file.py:factory, found no such file: {path}{nearest_file(path)}")
+        raise ValueError(f"expected file.py:name, found no such file: {path}{nearest_file(path)}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ValueError(f"expected {path} to be imported, found {type(error).__name__}: {error}") from error
-    factory: Callable[[int, int], Any] | None = getattr(module, name, None)
+    factory: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(factory):
         functions = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
         raise ValueError(f"expected a function {name!r} in {path}, found none{did_you_mean(name, functions)}")

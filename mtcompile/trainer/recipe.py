@@ -15,12 +15,13 @@ from mtcompile.checkpoint.files import refuse_others, try_folder
 from mtcompile.checkpoint.shards import stored_tensors
 from mtcompile.checkpoint.signatures import private_key
 from mtcompile.data.encoding import TooLong
+from mtcompile.errors import StepError
 from mtcompile.models.shapes import check_shape
 from mtcompile.sizes import parse_bytes
-from mtcompile.trainer import adapters
+from mtcompile.trainer import adapters, methods
 
 _PATIENCE_S = 10.0  # with the first processes of other machines, which try the same folder
-_FINAL_RATE = 0.1  # share of the highest learning rate at the end of the cosine
+FINAL_RATE = 0.1  # share of the highest learning rate at the end of the cosine
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,11 @@ class Recipe:
     accumulate: int = 1
     precision: str = "model"
     update: str = "step"
+    method: str = "sft"
+    beta: float | None = None
+    reward: str | None = None
+    completions: int = 8
+    new_tokens: int = 256
     lora: int = 0
     lora_alpha: int | None = None
     lora_targets: tuple[str, ...] = ()
@@ -85,8 +91,10 @@ class Recipe:
 
     @property
     def rate(self) -> float:
-        """The highest learning rate: ``lr``, else 1e-3, 2e-5 for pretrained weights, or 1e-4 for adapters beside them."""
-        return self.lr if self.lr is not None else 1e-4 if self.lora else 2e-5 if self.pretrained else 1e-3
+        """The highest learning rate: ``lr``, else 1e-3, 2e-5 for pretrained weights, 1e-4 for adapters, or TRL's."""
+        if self.lr is not None or self.method == "sft":
+            return self.lr if self.lr is not None else 1e-4 if self.lora else 2e-5 if self.pretrained else 1e-3
+        return methods.RATE * 10 if self.lora else methods.RATE
 
     def steps_of(self, rows: int) -> int:
         """Returns the steps in all: ``steps``, else ``epochs`` over that many rows, else 100."""
@@ -102,6 +110,11 @@ class Recipe:
             "accumulate",
             "precision",
             "kernels",
+            "method",
+            "beta",
+            "reward",
+            "completions",
+            "new_tokens",
             "lora",
             "lora_dropout",
             "dora",
@@ -145,6 +158,7 @@ def check(recipe: Recipe) -> None:
         private_key(recipe.signing_key)
     _check_kind(recipe)
     adapters.check_adapters(recipe, recipe.model)
+    methods.check_method(recipe, recipe.model)
     if recipe.resume is not None:
         checkpoint.inspect(recipe.resume)
     elif recipe.allow_change:
@@ -229,9 +243,13 @@ def _option(name: str) -> str:
     return "--" + name.removeprefix("--").replace("_", "-")
 
 
+def loss_not_finite(step: int, loss: float) -> StepError:
+    return StepError(f"the loss of step {step} is {loss}; nothing was changed. Lower --lr, or give a longer --warmup")
+
+
 def learning_rate(recipe: Recipe, steps: int, step: int) -> float:
     """Returns the rate of a step: a linear warm-up, then a cosine down to a tenth of the highest rate."""
     if step <= recipe.warmup:
         return recipe.rate * step / recipe.warmup
     share = (step - recipe.warmup) / max(1, steps - recipe.warmup)
-    return recipe.rate * (_FINAL_RATE + (1 - _FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+    return recipe.rate * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))

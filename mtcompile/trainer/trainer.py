@@ -6,19 +6,18 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from mtcompile import checkpoint
-from mtcompile.errors import StepError
+from mtcompile.checkpoint.hf_trainer import saves
+from mtcompile.data.batch import MOST_EVALUATED
 from mtcompile.forecast.run_cost import RunCost, run_cost
 from mtcompile.trainer.jobs import Job, prepared
-from mtcompile.trainer.recipe import Recipe, learning_rate
-
-_MOST_EVALUATED = 8  # batches per evaluation
+from mtcompile.trainer.recipe import Recipe, learning_rate, loss_not_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,7 @@ class Row:
     tokens_per_s: float
     peak_device_bytes: int
     peak_host_bytes: int
+    logged: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Evaluation:
     step: int
     eval_loss: float
     eval_tokens: int
+    logged: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ def train(recipe: Recipe, report: Report = lambda row, model: None, stop: Callab
 def run(job: Job, report: Report = lambda row, model: None, stop: Callable[[], bool] = lambda: False) -> Summary:
     """Trains. ``report`` is called with each row and the compiled model; ``stop`` is asked after each step. Raises ValueError,
     OSError, and what ``compile`` raises."""
+    if job.trainer is not None:
+        return _run_trainer(job, report, stop)
     recipe = job.recipe
     step = 0 if recipe.resume is None else checkpoint.load(recipe.resume, job.model, job.optimizer).step
     rows: list[Row] = []
@@ -98,6 +101,57 @@ def run(job: Job, report: Report = lambda row, model: None, stop: Callable[[], b
     return summary(job, step, rows, evaluation, interrupted)
 
 
+def _run_trainer(job: Job, report: Report, stop: Callable[[], bool]) -> Summary:
+    """Trains by a trainer of TRL, see ``run``."""
+    from transformers import TrainerCallback
+
+    recipe, trainer = job.recipe, job.trainer
+    rows: list[Row] = []
+    evaluations: list[Evaluation] = []
+
+    class Reports(TrainerCallback):
+        began, tokens = 0.0, 0.0  # of a step, and of all that this process has trained
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+            control.should_training_stop |= stop()
+            control.should_evaluate |= trainer.eval_dataset is not None and state.global_step == job.steps
+            return control
+
+        def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if "loss" in (logs := given["logs"]):
+                memory = job.model.memory_report()
+                figures = (memory["peak_device_bytes"], memory["peak_host_bytes"])
+                speed = (logs["num_tokens"] - self.tokens) / (time.perf_counter() - self.began)
+                self.tokens = logs["num_tokens"]
+                shown = (logs["loss"], logs["learning_rate"], logs.get("grad_norm"), speed)
+                rows.append(Row(state.global_step, *shown, *figures, _others(logs)))
+                tell(rows[-1])
+            elif "eval_loss" in logs:
+                evaluations.append(Evaluation(state.global_step, logs["eval_loss"], 0, _others(logs)))
+                tell(evaluations[-1])
+
+    def tell(row: Row | Evaluation) -> None:
+        write(row)
+        report(row, job.model)
+
+    before = None if recipe.resume is None else checkpoint.inspect(recipe.resume).path
+    options: dict[str, Any] = {"every": recipe.save_every, "minutes": recipe.save_minutes, "signing_key": recipe.signing_key}
+    with metrics_file(job) as write, saves(trainer, recipe.save, before, job.extra, job.files, on_sigterm=False, **options):
+        trainer.add_callback(Reports())
+        trainer.train(resume_from_checkpoint=None if before is None else str(before))
+    step = trainer.state.global_step
+    return summary(job, step, rows, evaluations[-1] if evaluations else None, step < job.steps)
+
+
+def _others(logs: Mapping[str, float]) -> dict[str, float]:
+    """Returns what TRL logs beside what a row has, without clocks."""
+    own = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time")
+    return {name: value for name, value in logs.items() if name not in own and not name.endswith(("runtime", "per_second"))}
+
+
 def cost_of_rest(job: Job, step: int) -> RunCost:
     """Returns what the run costs from a step on, as its plan predicts."""
     session, steps, recipe = job.model._mt_open.session, job.steps - step + 1, job.recipe
@@ -118,7 +172,7 @@ def one_step(job: Job, step: int) -> Row:
         loss = loss * job.together.weight(batch.targets)
     value, tokens = job.together.sums([float(loss.detach()) / job.together.count, batch.tokens])
     if not math.isfinite(value):
-        raise StepError(f"the loss of step {step} is {value}; nothing was changed. Lower --lr, or give a longer --warmup")
+        raise loss_not_finite(step, value)
     loss.backward()
     norm = clip(recipe, job.model)
     job.optimizer.step()
@@ -143,7 +197,7 @@ def evaluate(job: Job, step: int) -> Evaluation:
     job.model.eval()
     with torch.no_grad():
         parts = recipe.accumulate * ranks
-        for batch in job.data.evaluation(recipe.batch // parts, _MOST_EVALUATED * parts):
+        for batch in job.data.evaluation(recipe.batch // parts, MOST_EVALUATED * parts):
             total += float(job.model(**batch.arguments)) * batch.targets
             count += batch.targets
     job.model.train()
@@ -171,7 +225,8 @@ def metrics_file(job: Job) -> Iterator[Callable[[Row | Evaluation], None]]:
     with recipe.metrics.open("a" if recipe.resume else "w", encoding="utf-8") as file:
 
         def write(row: Row | Evaluation) -> None:
-            file.write(json.dumps(asdict(row)) + "\n")
+            values = asdict(row)
+            file.write(json.dumps(values | values.pop("logged")) + "\n")
             file.flush()
 
         yield write

@@ -18,6 +18,8 @@ WRONG = {
     "no such file: gone.json": ["plan", "gone.json"],
     "no such path: gone.txt": ["train", "gpt-11m", "--data", "gone.txt"],
     "no config.json in empty": ["train", "empty", "--data", "text.txt"],
+    "expected --method dpo with a folder of pretrained weights": ["train", "gpt-11m", "--method", "dpo"],
+    "expected --beta with --method dpo or kto or grpo": ["train", "gpt-11m", "--beta", "0.1"],
     "expected a tokenizer.json in folder": ["train", "folder", "--data", "text.txt"],
 }
 RUN = f"""

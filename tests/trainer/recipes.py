@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +15,7 @@ from typing import Any
 import torch
 from typer.testing import CliRunner
 
+from mtcompile import checkpoint
 from mtcompile.cli.app import app
 from mtcompile.data.boundaries import document_mask
 from mtcompile.data.encoding import encode, load_tokenizer
@@ -18,6 +25,7 @@ from mtcompile.trainer.recipe import Recipe
 from mtcompile.trainer.trainer import Row, train
 from tests.data.folders import chats, folder_of
 
+ROOT = Path(__file__).resolve().parents[2]
 FITS = "64MiB"  # the whole step: it runs without a plan
 
 
@@ -43,3 +51,23 @@ def refused(folder: Path, *arguments: str) -> str:
     output = CliRunner().invoke(app, ["train", str(folder), *arguments, "--device", "cpu"])
     assert output.exit_code == 2 and "Traceback" not in output.output, output.output
     return output.stderr
+
+
+def rows_in(metrics: Path) -> list[float]:
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]
+
+
+def killed(*arguments: str, run: Path, metrics: Path) -> int:
+    """Kills a training of the command amid its steps, and returns the step that is saved last."""
+    command = [sys.executable, "-m", "mtcompile", "train", *arguments, "--save", str(run), "--save-every", "1"]
+    environment = {**os.environ, "MT_CACHE": "0", "OMP_NUM_THREADS": "1"}
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([*command, "--metrics", str(metrics)], cwd=ROOT, env=environment, **quiet)
+    until = time.monotonic() + 120
+    while (checkpoint.latest(run) is None or len(rows_in(metrics)) < 5) and time.monotonic() < until:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    return int(checkpoint.inspect(run).step)

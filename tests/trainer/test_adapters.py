@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from mtcompile import checkpoint
 from mtcompile.cli.app import app
 from mtcompile.errors import CheckpointError
 from mtcompile.models.four_bits import qlora
@@ -28,7 +24,7 @@ from mtcompile.trainer.recipe import Recipe, learning_rate
 from mtcompile.trainer.trainer import Row, train
 from tests.data.folders import SIZES, chats, folder_of, tokenizer_of
 from tests.project.examples import equal, example
-from tests.trainer.recipes import recipe_of, refused, rows_for, rows_of
+from tests.trainer.recipes import killed, recipe_of, refused, rows_for, rows_in, rows_of
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -213,17 +209,7 @@ def test_a_run_that_is_killed_goes_on_with_the_bits_of_one_that_is_not(tmp_path:
     recipe = recipe_of(tmp_path, lora=4, steps=40, lora_dropout=0.1, memory="1200KiB")
     given = ["--data", str(recipe.data[0]), "--batch", "2", "--seq", "96", "--steps", "40", "--warmup", "2", "--lr", "1e-2"]
     given += ["--memory", "1200KiB", "--device", "cpu", "--evaluate-every", "0", "--lora", "4", "--lora-dropout", "0.1"]
-    command = [sys.executable, "-m", "mtcompile", "train", recipe.model, *given, "--save", str(tmp_path / "run")]
-    command += ["--save-every", "1", "--metrics", str(tmp_path / "rows")]
-    environment = {**os.environ, "MT_CACHE": "0", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 120
-    while (checkpoint.latest(tmp_path / "run") is None or len(rows_in(tmp_path / "rows")) < 5) and time.monotonic() < until:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    saved = checkpoint.inspect(tmp_path / "run").step
+    saved = killed(recipe.model, *given, run=tmp_path / "run", metrics=tmp_path / "rows")
     assert 1 <= saved < 40
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -235,11 +221,6 @@ def test_a_run_that_is_killed_goes_on_with_the_bits_of_one_that_is_not(tmp_path:
     assert [row.loss for row in rest] == [row.loss for row in whole[saved:]]
     assert rows_in(tmp_path / "rows")[:saved] == [row.loss for row in whole[:saved]]
     assert equal(*(read(recipe, tmp_path / name / "step-00000040") for name in ("run", "whole")))
-
-
-def rows_in(metrics: Path) -> list[float]:
-    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-    return [json.loads(line)["loss"] for line in lines if line.endswith("\n")]
 
 
 @pytest.mark.slow

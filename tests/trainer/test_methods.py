@@ -1,0 +1,218 @@
+"""``mtcompile train --method``: the losses, rewards and weights of TRL's own trainers, also after an interruption."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtcompile import checkpoint
+from mtcompile.data.encoding import load_tokenizer
+from mtcompile.data.records import read_rows
+from mtcompile.models.loading import load_function
+from mtcompile.trainer.by_trl import FromLogits, arguments_of, read_examples
+from mtcompile.trainer.methods import COLUMNS
+from mtcompile.trainer.recipe import Recipe
+from mtcompile.trainer.trainer import Evaluation, Row, train
+from tests.data.folders import folder_of
+from tests.project.examples import equal, weights
+from tests.trainer.recipes import killed, refused, rows_of
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of libraries about each other
+SUMS = [(a, b) for a in range(4) for b in range(5)]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "dpo": [
+        {
+            "prompt": [{"role": "user", "content": f"{a} + {b}?"}],
+            "chosen": [{"role": "assistant", "content": str(a + b)}],
+            "rejected": [{"role": "assistant", "content": "?" * (1 + a)}],
+        }
+        for a, b in SUMS
+    ],
+    "grpo": [{"prompt": [{"role": "user", "content": f"{a} + {b}?"}], "sum": a + b} for a, b in SUMS],
+    "kto": [{"prompt": f"{a} + {b} is ", "completion": str(a + b + a % 2), "label": a % 2 == 0} for a, b in SUMS],
+}
+
+REWARD = """
+def short(completions, sum, **columns):
+    return [-abs(len(answer[0]["content"]) - number) for answer, number in zip(completions, sum)]
+"""
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("trl", "datasets"):  # not where tests are only collected: loading them takes seconds
+        pytest.importorskip(name)
+
+
+def plain(recipe: Recipe, folder: Path) -> Any:
+    """The trainer of a user of TRL, after training."""
+    import trl
+    from datasets import Dataset
+
+    name = recipe.method.upper()
+    kind, settings = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+
+    class WithLogits(kind):  # type: ignore[misc,valid-type]
+        def compute_loss(self, model: Any, *args: Any, **options: Any) -> Any:
+            from_logits = model.training and recipe.update == "backward"
+            return super().compute_loss(FromLogits(model) if from_logits else model, *args, **options)
+
+    rows, more = ROWS[recipe.method], {}
+    if recipe.lora:
+        config = peft.LoraConfig(r=recipe.lora, lora_alpha=2 * recipe.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        more["peft_config"] = config
+    if recipe.method == "grpo":
+        more["reward_funcs"] = load_function(*str(recipe.reward).rsplit(":", 1))
+    else:
+        more["eval_dataset"], rows = Dataset.from_list(rows[-1:]), rows[:-1]
+    trainer = WithLogits(
+        transformers.AutoModelForCausalLM.from_pretrained(recipe.model),
+        args=settings(str(folder), **arguments_of(recipe, recipe.steps or 0, int(recipe.method != "grpo")), use_cpu=True),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(recipe.model),
+        **more,
+    )
+    trainer.train()
+    return trainer
+
+
+def logged(row: Mapping[str, Any]) -> dict[str, Any]:
+    clocks = ("runtime", "per_second", "tokens", "epoch", "step", "bytes", "lr", "learning_rate", "per_s", "step_time")
+    return {name: value for name, value in row.items() if not name.endswith(clocks)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("dpo", {"update": "backward"}),
+        pytest.param("dpo", {"lora": 4}, marks=pytest.mark.long),
+        pytest.param("dpo", {"update": "backward", "lora": 4, "accumulate": 2}, marks=pytest.mark.long),
+        pytest.param("dpo", {"accumulate": 2}, marks=pytest.mark.long),
+        ("kto", {"update": "backward"}),
+        pytest.param("kto", {"lora": 4, "beta": 0.3}, marks=pytest.mark.long),
+        pytest.param("grpo", {"update": "backward"}, marks=pytest.mark.long),
+        pytest.param("grpo", {"lora": 4, "beta": 0.1}, marks=pytest.mark.long),
+        pytest.param("kto", {}, marks=pytest.mark.long),
+    ],
+)
+def test_losses_rewards_and_weights_are_those_of_trl(method: str, options: dict[str, Any], tmp_path: Path) -> None:
+    folder, data = folder_of(tmp_path / "model"), written(tmp_path / "rows.jsonl", ROWS[method])
+    given: dict[str, Any] = {"steps": 4, "batch": 4, "seq": 32, "warmup": 1, "lr": 1e-2, "evaluate_every": 2, **options}
+    recipe = Recipe(str(folder), (data,), method=method, device="cpu", memory="64MiB", save=tmp_path / "run", **given)
+    recipe = replace(recipe, metrics=tmp_path / "run.jsonl")
+    if method == "grpo":
+        (tmp_path / "rewards.py").write_text(REWARD)
+        recipe = replace(recipe, reward=f"{tmp_path}/rewards.py:short", completions=2, new_tokens=8, seq=64)
+    rows: list[Row | Evaluation] = []
+    evaluations = 0 if method == "grpo" else 2
+    assert train(recipe, lambda row, model: rows.append(row), stop=lambda: len(rows) > 1 + bool(evaluations)).interrupted
+    before = checkpoint.latest(tmp_path / "run")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):  # what Transformers would read
+        assert before is not None and not (before / name).exists()
+        (before / name).write_bytes(b"no pickle")
+    summary = train(replace(recipe, resume=tmp_path / "run"), lambda row, model: rows.append(row))
+    with pytest.raises(ValueError, match=r"found --beta 0\.7"):
+        train(replace(recipe, resume=tmp_path / "run", beta=0.7, steps=6, allow_change=("steps",)))
+    expected = plain(recipe, tmp_path / "plain")
+    history = [logged(row) for row in expected.state.log_history if "loss" in row or "eval_loss" in row]
+    assert [logged(json.loads(line)) for line in (tmp_path / "run.jsonl").read_text().splitlines()] == history
+    assert sum("eval_loss" in row for row in history) == evaluations and any(row.get("grad_norm") for row in history)
+    assert 0 < summary.peak_device_bytes <= summary.budget_device_bytes and summary.limiting_resource
+    saved = checkpoint.latest(tmp_path / "run")
+    assert saved is not None and saved.name == "step-00000004"
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(recipe.model if recipe.lora else saved)
+    if recipe.lora:
+        own = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(model, saved))
+        assert equal(own, peft.get_peft_model_state_dict(expected.model)) and any(value.any() for value in own.values())
+    else:
+        assert equal(weights(model), weights(expected.model))
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dpo", "kto", "grpo"])
+def test_a_run_that_is_killed_goes_on_with_the_bits_of_one_that_is_not(method: str, tmp_path: Path) -> None:
+    folder, data = folder_of(tmp_path / "model"), written(tmp_path / "rows.jsonl", ROWS[method])
+    given: dict[str, Any] = {"steps": 40, "batch": 4, "seq": 32, "warmup": 2, "lr": 1e-3, "evaluate_every": 0, "lora": 4}
+    given |= {"method": method, "update": "backward", "memory": "64MiB", "device": "cpu"}
+    if method == "grpo":
+        (tmp_path / "rewards.py").write_text(REWARD)
+        given |= {"reward": f"{tmp_path}/rewards.py:short", "completions": 2, "new_tokens": 8, "seq": 64}
+    flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    saved = killed(str(folder), "--data", str(data), *flags, run=tmp_path / "run", metrics=tmp_path / "rows")
+    assert 1 <= saved < 40
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        recipe = Recipe(str(folder), (data,), save=tmp_path / "run", **given)
+        rest = rows_of(replace(recipe, resume=tmp_path / "run"))
+        whole = rows_of(replace(recipe, save=tmp_path / "whole"))
+    finally:
+        torch.set_num_threads(threads)
+    assert [row.loss for row in rest] == [row.loss for row in whole[saved:]]
+    assert equal(*(load_file(tmp_path / name / "step-00000040" / "adapter_model.safetensors") for name in ("run", "whole")))
+
+
+GOOD = {"prompt": "1 + 1 is ", "chosen": "2", "rejected": "3"}
+CHAT = {name: [{"role": "user", "content": text}] for name, text in GOOD.items()}
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "message"),
+    [
+        ([{"prompt": "a", "chosen": "b"}], [], "line 1: rejected: expected text, found no such field among prompt, chosen"),
+        ([GOOD, {**GOOD, "chosen": 3}], [], "line 2: chosen: expected text, found a number"),
+        ([GOOD, CHAT], [], "line 2: expected the fields of the first row (prompt: text, chosen: text, rejected: text), found"),
+        ([{**CHAT, "chosen": []}], [], "chosen: expected messages, found none"),
+        ([GOOD, {**GOOD, "rejected": "3" * 99}], ["--seq", "32"], "line 2: expected at most 32 tokens, found"),
+        ([GOOD] * 3, ["--batch", "4"], "expected at least 4 rows for a batch of 4, beside 1 held out, found 2"),
+        ([{"prompt": "a", "completion": "b", "label": 2}], ["--method", "kto"], "label: expected true or false, found 2"),
+        ([CHAT], [], "found that it refuses some: this template takes no conversation"),
+        ([GOOD], ["--method", "grpo"], "expected --reward file.py:function with --method grpo, found no --reward"),
+        ([GOOD], ["--method", "grpo", "--reward", f"{__file__}:no", "--batch", "4"], "a multiple of --completions 8"),
+        ([GOOD], ["--reward", f"{__file__}:no"], "expected --reward with --method grpo, found --method dpo"),
+        ([GOOD], ["--method", "kto", "--batch", "1"], "expected a --batch of at least 2 rows for each of --accumulate"),
+    ],
+)
+def test_what_is_refused(rows: list[dict[str, Any]], flags: list[str], message: str, tmp_path: Path) -> None:
+    template = "{{ raise_exception('this template takes no conversation') }}"
+    folder, data = folder_of(tmp_path / "model", template), written(tmp_path / "rows.jsonl", rows)
+    told = refused(folder, "--data", str(data), "--method", "dpo", *flags)
+    assert message in " ".join(told.split()), told
+
+
+def test_too_long_rows_are_cut_or_dropped(tmp_path: Path) -> None:
+    rows = [GOOD, {**GOOD, "rejected": "3" * 99}, {**GOOD, "prompt": "1" * 99}, GOOD]
+    folder, data = folder_of(tmp_path / "model"), written(tmp_path / "rows.jsonl", rows)
+    recipe = Recipe(str(folder), (data,), method="dpo", seq=32, batch=2, evaluate_every=0, device="cpu")
+    tokenizer = load_tokenizer(folder)
+    cut, dropped = (read_examples(replace(recipe, too_long=how), tokenizer, abs) for how in ("cut", "drop"))
+    assert cut.trained.to_list() == [rows[0], rows[1], rows[3]] and dropped.trained.to_list() == [GOOD, GOOD]
+    assert cut.too_long == dropped.too_long == 2 and cut.digest != dropped.digest
+
+
+def test_rows_of_a_table_and_of_a_conversation_that_begins_with_its_prompt(tmp_path: Path) -> None:
+    table = tmp_path / "rows.CSV"
+    table.write_text("prompt,completion,label\na,b,True\nc,d,false\n")
+    found = [row for _, row in read_rows([table], COLUMNS["kto"])]
+    assert found == [{"prompt": "a", "completion": "b", "label": True}, {"prompt": "c", "completion": "d", "label": False}]
+    whole = {name: CHAT["prompt"] + CHAT[name] for name in ("chosen", "rejected")}
+    ((_, row),) = read_rows([written(tmp_path / "chats.jsonl", [{**whole, "tools": [{"name": "add"}]}])], COLUMNS["dpo"])
+    assert row == {**whole, "tools": '[{"name": "add"}]'}
