@@ -516,10 +516,6 @@ class _Copy:
         storage = _storage(tensor)
         if (base := self.storages.get(storage)) is not None:
             return self.view(base, tensor)
-        if storage in self.returned or tensor.requires_grad:  # it has the history of an operation's result
-            with torch.enable_grad(), self.tx.fake_mode:
-                made = self.storages[storage] = _made(tensor)
-            return made
         if (elements := self.elements.get(storage)) is None:
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
             elements = self.elements[storage] = torch.empty(size, dtype=tensor.dtype, device="meta")
@@ -527,7 +523,15 @@ class _Copy:
             elements = elements.view(tensor.dtype)
         part = elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         fake: Any = FakeTensor
-        return fake(self.tx.fake_mode, part, tensor.device)  # type: ignore[no-any-return]
+        made = functools.partial(fake, self.tx.fake_mode, part, tensor.device)
+        if tensor.requires_grad:
+            with torch.enable_grad():
+                value = _NewTensor.apply(torch.empty((), device="meta", requires_grad=True), made)  # type: ignore[no-untyped-call]
+        else:
+            value = made()
+        if storage in self.returned:
+            self.storages[storage] = value
+        return value  # type: ignore[no-any-return]
 
     def view(self, base: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad(), self.tx.fake_mode:
@@ -561,21 +565,12 @@ class _NewTensor(torch.autograd.Function):
     """A tensor that requires grad and is no leaf, as results of operations are."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    def forward(ctx: Any, leaf: torch.Tensor, made: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return made()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return None, None
-
-
-def _made(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.storage_offset():
-        raise AssertionError("expected the first tensor of a storage to begin with it")
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    if not tensor.requires_grad:
-        return made
-    return _NewTensor.apply(torch.empty((), requires_grad=True), made)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _realized(variable: Any) -> Any:
