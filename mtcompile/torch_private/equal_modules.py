@@ -51,7 +51,7 @@ _WITHOUT_VALUE = (
     torch.amp.autocast_mode._exit_autocast,
     operator.setitem,
 )
-_WRITES = ("copy_", "scatter_", "fill_", "zero_", "masked_fill_", "index_copy_", "index_add_", "add_", "mul_", "div_", "setitem")
+_WRITES = ("copy_", "scatter_", "fill_", "zero_", "masked_fill_", "index_copy_", "add_", "mul_", "div_", "setitem")
 
 
 @dataclass(slots=True)
