@@ -113,9 +113,7 @@ def fusion(step: fx.GraphModule, backward: fx.Node, forwards: Forwards, order: M
     return Fusion(kernel, tuple(numbered[i] for i in used), later)
 
 
-def _fuse(
-    step: fx.GraphModule, backward: fx.Node, forwards: Forwards, order: dict[fx.Node, int]
-) -> Mapping[fx.Node, fx.Node]:
+def _fuse(step: fx.GraphModule, backward: fx.Node, forwards: Forwards, order: dict[fx.Node, int]) -> Mapping[fx.Node, fx.Node]:
     """Replaces ``backward`` by a call that makes again what ``forwards`` did not keep, and then does its work. Returns what its
     results are now."""
     kernel, operands, later = fusion(step, backward, forwards, order)
