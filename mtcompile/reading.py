@@ -247,3 +247,12 @@ def check_package(package: str, why: str, extra: str) -> None:
     """Raises ValueError unless a package is installed. ``why``: what needs it; ``extra``: of mtcompile, which brings it."""
     if importlib.util.find_spec(package) is None:
         raise ValueError(f'{why} needs the package {package}: pip install "mtcompile[{extra}]"')
+
+
+def check_there(folder: Path) -> None:
+    """Raises ValueError unless there is a folder, or file, of that name."""
+    if not folder.exists():
+        raise ValueError(
+            f"expected a local folder with weights, found no {str(folder)!r}. Nothing is downloaded: if it is a name of the "
+            f"Hugging Face hub, fetch it first (hf download {folder} --local-dir FOLDER) and pass that folder"
+        )

@@ -21,7 +21,7 @@ from mtcompile.passes.joint.build import build
 from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.joint.strides import Observe
-from mtcompile.torch_private import within_a_graphs_mode
+from mtcompile.torch_private import within_a_graphs_mode, without_guards
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def trace_joint(
     def call(**inputs: Any) -> Any:  # a frame of our own: Dynamo skips those of torch.nn
         return model(**inputs)
 
-    with collecting_later():
+    with collecting_later(), without_guards():
         front_end(call, backend, where)(**data)
     return traces[0]
 

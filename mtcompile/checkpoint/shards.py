@@ -22,7 +22,7 @@ from torch import Tensor
 from mtcompile.capture.refusals import first_line
 from mtcompile.checkpoint.files import regular
 from mtcompile.errors import CheckpointError
-from mtcompile.reading import panics_as_errors
+from mtcompile.reading import check_there, panics_as_errors
 from mtcompile.runtime.interrupts import interrupts_later
 
 SUFFIX = ".safetensors"
@@ -109,11 +109,7 @@ def stored_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """Returns name -> tensor of a folder's weights, or of one file. Only headers are read. Raises CheckpointError, and
     ValueError if it is neither."""
     given = Path(path)
-    if not given.exists():
-        raise ValueError(
-            f"expected a local folder with weights, found no {str(given)!r}. Nothing is downloaded: if it is a name of the "
-            f"Hugging Face hub, fetch it first (hf download {given} --local-dir FOLDER) and pass that folder"
-        )
+    check_there(given)
     tensors: dict[str, StoredTensor] = {}
     for file, names in _files(given).items():
         held = _header(file)

@@ -9,7 +9,7 @@ from typing import Any
 from mtcompile.data.files import files_of
 from mtcompile.data.folder import check_folder
 from mtcompile.machine.known import check_machine
-from mtcompile.models.shapes import check_config, check_shape
+from mtcompile.models.shapes import check_config, check_factory, check_shape
 from mtcompile.sizes import parse_bytes
 from mtcompile.trainer.adapters import check_adapters
 from mtcompile.trainer.methods import check_method
@@ -34,8 +34,9 @@ def _check_model(text: str, trains: bool) -> None:
     path = Path(text)
     if text.endswith(".json"):
         check_config(path)
-    elif path.is_dir():
-        if trains:
-            check_folder(path)
-    elif ".py" not in text and os.sep not in text:  # those are looked at where they are read
+    elif ".py:" in text or text.endswith(".py"):
+        check_factory(text)
+    elif trains and (path.is_dir() or os.sep in text):
+        check_folder(path)
+    elif not (path / "config.json").is_file():
         check_shape(text)

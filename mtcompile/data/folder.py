@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mtcompile.reading import check_there
+
 
 def check_folder(folder: Path) -> None:
-    """Raises ValueError unless a folder holds a configuration and a tokenizer."""
+    """Raises ValueError unless a folder is there, and holds a configuration and a tokenizer."""
+    check_there(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"expected a folder with a config.json and weights, found no config.json in {folder}")
     check_tokenizer(folder)

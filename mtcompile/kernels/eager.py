@@ -52,7 +52,8 @@ class EagerKernels:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.known: dict[tuple[str, int], Built] = {}
+        self.known: dict[tuple[str, int], Measured] = {}
+        self.built: dict[tuple[str, int], Built] = {}  # those that run: most are only planned with
         self.alone: defaultdict[int, dict[str, Alone]] = defaultdict(dict)  # by thread count
         self.by_operations: dict[tuple[str, int], int | None] = {}
         self.measures_each = False  # before it is planned with
@@ -60,10 +61,9 @@ class EagerKernels:
     def __call__(self, kernel: fx.GraphModule) -> Built:
         """Returns a kernel, measured. Its workspace is no less than what it was planned with."""
         key = _key(kernel)
-        if key not in self.known:
-            built = _eager_kernel(kernel, self.device)
-            self.known[key] = replace(built, workspace=max(built.workspace, self._by_operations(kernel) or 0))
-        return self.known[key]
+        if key not in self.built:
+            self.built[key] = _built(kernel, kernel, self._known(kernel))
+        return self.built[key]
 
     def workspace(self, kernel: fx.GraphModule) -> int:
         """Returns the bytes that a kernel is planned with: by its operations as far as these tell it, or else measured."""
@@ -74,7 +74,14 @@ class EagerKernels:
 
     def measured(self, kernel: fx.GraphModule) -> int:
         """Returns the bytes that a kernel runs with."""
-        return self(kernel).workspace
+        return self._known(kernel).workspace
+
+    def _known(self, kernel: fx.GraphModule) -> Measured:
+        key = _key(kernel)
+        if key not in self.known:
+            measured = _measured_once(kernel, self.device)
+            self.known[key] = replace(measured, workspace=max(measured.workspace, self._by_operations(kernel) or 0))
+        return self.known[key]
 
     def _by_operations(self, kernel: fx.GraphModule) -> int | None:
         """Returns a kernel's bytes by its operations; None if they do not tell these."""
@@ -91,8 +98,8 @@ class EagerKernels:
 
     def about(self, kernel: fx.GraphModule, threads: int) -> int:
         """Returns the bytes that a kernel needs as far as that was measured, or else by shapes: measures nothing."""
-        if (built := self.known.get((kernel.meta["key"], threads))) is not None:
-            return built.workspace
+        if (measured := self.known.get((kernel.meta["key"], threads))) is not None:
+            return measured.workspace
         known = self.alone.get(threads, {})
         alone = {node: known.get(alike(node), Alone(0)) for node in allocating(kernel)}
         return max(workspace_nbytes(kernel), composed(kernel, alone))
@@ -118,13 +125,13 @@ def in_own_storages(kernel: fx.GraphModule, call: Call) -> Call:
     return lambda *args: call(*map(own_storage, args))
 
 
-def _eager_kernel(kernel: fx.GraphModule, device: torch.device) -> Built:
-    """Returns a kernel, measured once in a process."""
+def _measured_once(kernel: fx.GraphModule, device: torch.device) -> Measured:
+    """Measures a kernel, once in a process."""
     key = setting_key(device, kernel.graph.nodes, kernel.meta["key"])
     if (measured := _kernels.get(key)) is None:
         measured = _measured(kernel, kernel, device)
         _kernels.put(None if measured.estimated else key, measured)
-    return _built(kernel, kernel, measured)
+    return measured
 
 
 def measured_kernel(kernel: fx.GraphModule, body: fx.GraphModule, device: torch.device) -> Built:

@@ -33,10 +33,11 @@ def example_inputs(model: Any, batch: int, seq: int) -> Mapping[str, Any]:
             stacklevel=2,
         )
     data = makers[main](model.config, batch, seq)
+    uncached = {"use_cache": False} if "use_cache" in _parameters(kind) else {}  # as trainers call it
     if "start_positions" in _parameters(kind):
         where = torch.zeros(batch, dtype=torch.int64)
-        return {main: data, "start_positions": where, "end_positions": where}
-    return {main: data, "labels": _labels(model, data, batch, seq)}
+        return {main: data, "start_positions": where, "end_positions": where, **uncached}
+    return {main: data, "labels": _labels(model, data, batch, seq), **uncached}
 
 
 def _labels(model: Any, data: Tensor, batch: int, seq: int) -> Tensor:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mtcompile.capture.refusals import first_line
-from mtcompile.errors import did_you_mean, nearest_file
+from mtcompile.errors import did_you_mean
 from mtcompile.models.decoders import fake, initial_values
 from mtcompile.models.examples import example_inputs, takes_labels
 from mtcompile.models.placing import Room, home_for, registered_parameters_on, with_values
-from mtcompile.models.shapes import SHAPES, check_config, check_shape
+from mtcompile.models.shapes import SHAPES, check_config, check_factory, check_shape
 from mtcompile.reading import FEW_NBYTES, parsed_json, printable, read_text
 
 _MOST_LAYERS = 10_000  # more would be built for minutes before anything is said
@@ -35,7 +35,7 @@ def model_named(text: str) -> str | Callable[[int, int], ModelAndData]:
         text = str(Path(text) / "config.json")
     path, _, factory = text.rpartition(":")
     if text.endswith(".py"):
-        raise ValueError(f"expected file.py:factory, found {text}: which function of it returns (module, keyword arguments)?")
+        check_factory(text)
     if not path.endswith(".py") and not text.endswith(".json"):
         return text
 
@@ -123,9 +123,9 @@ def _from_factory(path: str, name: str, batch: int, seq: int) -> ModelAndData:
 
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path) if path.endswith(".py") else None
-    if spec is None or spec.loader is None or not Path(path).exists():
-        raise ValueError(f"expected file.py:name, found no such file: {path}{nearest_file(path)}")
+    check_factory(f"{path}:{name}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None, "expected a file whose name ends in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:

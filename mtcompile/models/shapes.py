@@ -64,3 +64,12 @@ def check_config(path: Path) -> None:
         raise ValueError(
             f"expected a Hugging Face config file with a model_type, found no such file: {path}{nearest_file(path)}"
         )
+
+
+def check_factory(text: str) -> None:
+    """Raises ValueError, with the most similar name, unless this is file.py:factory of a file that is there."""
+    path = text.rpartition(":")[0]
+    if text.endswith(".py"):
+        raise ValueError(f"expected file.py:factory, found {text}: which function of it returns (module, keyword arguments)?")
+    if not Path(path).exists():
+        raise ValueError(f"expected file.py:factory, found no such file: {path}{nearest_file(path)}")

@@ -81,6 +81,7 @@ from mtcompile.torch_private.dynamo import (
     tracing_limits_of_deques,
     tracing_new_leaves,
     without_break_warnings,
+    without_guards,
     without_reports_of_failures,
 )
 from mtcompile.torch_private.equal_modules import Copies, copying_equal_modules
@@ -262,6 +263,7 @@ __all__ = [
     "will_run",
     "within_a_graphs_mode",
     "without_break_warnings",
+    "without_guards",
     "without_memory",
     "without_reports_of_failures",
 ]

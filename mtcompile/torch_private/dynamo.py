@@ -470,6 +470,14 @@ def drop_captures(made: weakref.WeakSet[Any]) -> None:
         manager.invalidate("its model")
 
 
+_guards = ThreadSetting(True)
+
+
+def without_guards() -> contextlib.AbstractContextManager[None]:
+    """Captures inside, in this thread, are called once: nothing is built that says when they may be called again."""
+    return _guards.during(False)
+
+
 @functools.cache
 def dropping_guards() -> None:
     """Lets the guards of a capture of mtcompile's go with the capture, from now on. Dynamo leaves a finalizer with each object
@@ -481,8 +489,10 @@ def dropping_guards() -> None:
     makes, waits, ending = owner.__init__, owner.id_ref, sys.is_finalizing
 
     @functools.wraps(makes)
-    def init(manager: Any, *args: Any, **kwargs: Any) -> None:
-        makes(manager, *args, **kwargs)
+    def init(manager: Any, code: types.CodeType, output: Any, *args: Any, **kwargs: Any) -> None:
+        if not _guards.value:
+            output.guards.inner.clear()
+        makes(manager, code, output, *args, **kwargs)
         manager.guard_manager.mt_waits = manager.__dict__.pop("mt_waits", None)
         if _made.value is not None:
             _made.value.add(manager)

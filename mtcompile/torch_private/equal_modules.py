@@ -10,7 +10,8 @@ A call is copied only if all that it could read is as it was in the call before 
 - arguments are tensors of the same description, constants, tuples of them, or the same object from outside of the forward;
 - the forward has changed nothing that was there before it, torch's global state and the ``with`` statements around are the
   same, and both calls come from the same place in the code;
-- the traced call only adds plain operations to the graph, none of them in place, and returns tensors.
+- the traced call only adds plain operations to the graph, and returns tensors; in place it changes only what it made itself
+  and does not return.
 
 The guards of the traced module are repeated for the other: whoever changes any module later gets a new capture.
 """
@@ -48,7 +49,9 @@ _WITHOUT_VALUE = (
     torch._C._set_grad_enabled,
     torch.amp.autocast_mode._enter_autocast,
     torch.amp.autocast_mode._exit_autocast,
+    operator.setitem,
 )
+_WRITES = ("copy_", "scatter_", "fill_", "zero_", "masked_fill_", "index_copy_", "add_", "mul_", "div_", "setitem")
 
 
 @dataclass(slots=True)
@@ -302,18 +305,19 @@ def _found(call: _Call, output: Any) -> _Facts:
             if kind not in _GUARDS or getattr(guard.create_fn, "args", None):
                 raise _NotEqual
             guards[guard.originating_source, kind, repr(keywords)] = guard
-    _check_nodes(call, inputs)
     returned = frozenset(_storage(node.meta["example_value"]) for node in _argument_nodes(call.result))
+    _check_nodes(call, inputs, returned)
     _check_result(call.result, call)
     return _Facts(tuple(inputs), tuple(guards.values()), looked, frozenset(touched), returned)
 
 
-def _check_nodes(call: _Call, inputs: list[fx.Node]) -> None:
+def _check_nodes(call: _Call, inputs: list[fx.Node], returned: frozenset[int]) -> None:
     known = {*inputs, *_argument_nodes(call.args)}
+    shared = returned.union(_storage(tensor) for node in known for tensor in _tensors_in(node.meta["example_value"]))
     for node in call.nodes:
         if node._erased or node.op not in ("call_function", "call_method") or not set(node.meta) <= _META:
             raise _NotEqual
-        if isinstance(node.target, torch._ops.HigherOrderOperator) or _changes_operand(node):
+        if isinstance(node.target, torch._ops.HigherOrderOperator) or (_changes_operand(node) and not _writes(node)):
             raise _NotEqual
         if not known.issuperset(node.all_input_nodes):
             raise _NotEqual
@@ -325,8 +329,10 @@ def _check_nodes(call: _Call, inputs: list[fx.Node]) -> None:
         if node.meta.get("example_value") is None and node.target not in _WITHOUT_VALUE:
             raise _NotEqual
     for node in known:
-        for tensor in _tensors_in(node.meta.get("example_value")):  # none was changed in place, and none is a constant
-            if tensor._version or getattr(tensor, "constant", None) is not None or tensor.layout is not torch.strided:
+        for tensor in _tensors_in(node.meta.get("example_value")):  # none that others see was changed, and none is a constant
+            if tensor.layout is not torch.strided or getattr(tensor, "constant", None) is not None:
+                raise _NotEqual
+            if tensor._version and _storage(tensor) in shared:
                 raise _NotEqual
 
 
@@ -516,10 +522,6 @@ class _Copy:
         storage = _storage(tensor)
         if (base := self.storages.get(storage)) is not None:
             return self.view(base, tensor)
-        if storage in self.returned or tensor.requires_grad:  # it has the history of an operation's result
-            with torch.enable_grad(), self.tx.fake_mode:
-                made = self.storages[storage] = _made(tensor)
-            return made
         if (elements := self.elements.get(storage)) is None:
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
             elements = self.elements[storage] = torch.empty(size, dtype=tensor.dtype, device="meta")
@@ -527,7 +529,17 @@ class _Copy:
             elements = elements.view(tensor.dtype)
         part = elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         fake: Any = FakeTensor
-        return fake(self.tx.fake_mode, part, tensor.device)  # type: ignore[no-any-return]
+        made = functools.partial(fake, self.tx.fake_mode, part, tensor.device)
+        if tensor.requires_grad:
+            with torch.enable_grad():
+                value = _NewTensor.apply(torch.empty((), device="meta", requires_grad=True), made)  # type: ignore[no-untyped-call]
+        else:
+            value = made()
+        if tensor._version:
+            torch._C._autograd._unsafe_set_version_counter((value,), (tensor._version,))
+        if storage in self.returned:
+            self.storages[storage] = value
+        return value  # type: ignore[no-any-return]
 
     def view(self, base: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad(), self.tx.fake_mode:
@@ -561,21 +573,12 @@ class _NewTensor(torch.autograd.Function):
     """A tensor that requires grad and is no leaf, as results of operations are."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    def forward(ctx: Any, leaf: torch.Tensor, made: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return made()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return None, None
-
-
-def _made(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.storage_offset():
-        raise AssertionError("expected the first tensor of a storage to begin with it")
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    if not tensor.requires_grad:
-        return made
-    return _NewTensor.apply(torch.empty((), requires_grad=True), made)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _realized(variable: Any) -> Any:
@@ -628,7 +631,16 @@ def _about(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), *kind, tensor.is_conj(), tensor.is_neg()
 
 
+def _writes(node: fx.Node) -> bool:
+    """Tells whether an operation changes no more than the elements of its first operand."""
+    return _name_of(node) in _WRITES and "out" not in node.kwargs
+
+
+def _name_of(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def _changes_operand(node: fx.Node) -> bool:
     """Tells whether an operation is named as one that changes an operand. Versions of tensors tell of others, too."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _name_of(node)
     return (name.endswith("_") and not name.endswith("__")) or name in ("setitem", "set_data") or "out" in node.kwargs

@@ -50,8 +50,12 @@ def recompute(step: fx.GraphModule, plan: Plan) -> fx.GraphModule:
             resident, reader = kept_of(step, region, plan, order)
             if reader is not None:
                 inlined.setdefault(reader, []).append((region, resident))
+    again: dict[fx.Node, fx.Node] = {}
+    output = step.graph.output_node()
+    returned, output.args = output.args, ()  # which name every gradient: they are written once
     for backward, forwards in inlined.items():
-        _fuse(step, backward, forwards, order)
+        again |= _fuse(step, backward, forwards, order)
+    output.args = map_arg(returned, lambda value: again.get(value, value))
     return step
 
 
@@ -109,8 +113,9 @@ def fusion(step: fx.GraphModule, backward: fx.Node, forwards: Forwards, order: M
     return Fusion(kernel, tuple(numbered[i] for i in used), later)
 
 
-def _fuse(step: fx.GraphModule, backward: fx.Node, forwards: Forwards, order: dict[fx.Node, int]) -> None:
-    """Replaces ``backward`` by a call that makes again what ``forwards`` did not keep, and then does its work."""
+def _fuse(step: fx.GraphModule, backward: fx.Node, forwards: Forwards, order: dict[fx.Node, int]) -> Mapping[fx.Node, fx.Node]:
+    """Replaces ``backward`` by a call that makes again what ``forwards`` did not keep, and then does its work. Returns what its
+    results are now."""
     kernel, operands, later = fusion(step, backward, forwards, order)
     name = attach(step, kernel)
     with step.graph.inserting_before(backward):
@@ -127,6 +132,7 @@ def _fuse(step: fx.GraphModule, backward: fx.Node, forwards: Forwards, order: di
         step.graph.erase_node(old)
     step.graph.erase_node(backward)
     order[call] = order[backward]
+    return dict(zip(olds, items, strict=False))
 
 
 def _fused_body(

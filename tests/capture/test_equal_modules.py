@@ -18,6 +18,15 @@ from mtcompile import torch_private
 from mtcompile.torch_private import Copies
 
 LAYERS, WIDTH = 6, 8
+RANKS = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+EXPERTS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="only torch 2.13 copies calls")
 
 
@@ -141,6 +150,26 @@ def test_experts_are_copied() -> None:
     assert captured(Experts(), x()) == LAYERS - 1
 
 
+class Writing(Layer):
+    """Writes to memory of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        both = y.new_empty(2 * y.shape[0], WIDTH)
+        both[: y.shape[0]].copy_(y)
+        both[y.shape[0] :].copy_(x)
+        order = y.sum(-1).argsort()
+        places = torch.empty_like(order)
+        places[order] = torch.arange(y.shape[0])
+        share = both.sum(-1, keepdim=True)
+        share /= 2
+        return (both * share).mean(0).tanh() + torch.zeros_like(y).scatter_(1, places[:, None] % WIDTH, 1)
+
+
+def test_layers_that_write_to_their_own_memory_are_copied() -> None:
+    assert captured(Stack(Writing), x()) == LAYERS - 1
+
+
 @pytest.mark.parametrize(
     ("kind", "sizes", "copies"),
     (
@@ -148,6 +177,7 @@ def test_experts_are_copied() -> None:
         ("Llama", {"attention_dropout": 0.1}, 3),
         ("Gemma3Text", {"layer_types": ["full_attention", "sliding_attention"] * 2, "head_dim": 8}, 2),
         ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}, 3),
+        ("DeepseekV3", {**RANKS, **EXPERTS, "first_k_dense_replace": 0}, 3),
         ("Cohere2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, 2),
     ),
 )
@@ -155,7 +185,7 @@ def test_layers_of_transformers_are_copied_by_kind(kind: str, sizes: dict[str, A
     transformers = pytest.importorskip("transformers")
     common = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "use_cache": False}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
-    config = getattr(transformers, f"{kind}Config")(**common, **heads, **sizes)
+    config = getattr(transformers, f"{kind}Config")(**{**common, **heads, **sizes})
     model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
     tokens = torch.randint(1, 64, (2, 8))
     assert captured(model, input_ids=tokens, labels=tokens) >= copies
@@ -250,6 +280,17 @@ class InPlace(Layer):
         return super().forward(x)
 
 
+class DetachedInPlace(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x.detach().mul_(2)
+        return super().forward(x)
+
+
+class ResultInPlace(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mul_(2)
+
+
 class Nested(Layer):
     """Experts are numbered alike in each layer but the fourth."""
 
@@ -276,7 +317,10 @@ class Registered(Layer):
         return super().forward(x) * TABLE[id(self)]
 
 
-@pytest.mark.parametrize("layer", (Numbered, NumberedInDict, Scaled, Rates, Closure, InDict, Counting, Storing, InPlace))
+IN_PLACE = InPlace, DetachedInPlace, ResultInPlace
+
+
+@pytest.mark.parametrize("layer", (Numbered, NumberedInDict, Scaled, Rates, Closure, InDict, Counting, Storing, *IN_PLACE))
 def test_layers_that_differ_are_traced(layer: Callable[[int], nn.Module]) -> None:
     assert captured(Stack(layer), x()) == 0
 
@@ -390,6 +434,13 @@ class WithoutGrad(Stack):
         return x.mean()
 
 
+class Changed(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).add_(1)
+        return x.mean()
+
+
 class Constants(Stack):
     def __init__(self) -> None:
         super().__init__(Given)
@@ -443,7 +494,7 @@ def test_what_lies_between_layers_is_as_it_is(model: Callable[[], nn.Module]) ->
     captured(model(), x())
 
 
-@pytest.mark.parametrize("model", (Assigned, AssignedBefore, Cast, Constants, Widths))
+@pytest.mark.parametrize("model", (Assigned, AssignedBefore, Cast, Changed, Constants, Widths))
 def test_layers_called_otherwise_are_traced(model: Callable[[], nn.Module]) -> None:
     assert captured(model(), x()) == 0
 
@@ -530,7 +581,7 @@ def test_a_later_change_of_one_layer_shows(change: Callable[[Stack], None]) -> N
 # ------------------------------------------------------------------------------------------------------------ whole steps
 
 
-@pytest.mark.parametrize("layer", (Layer, Numbered, Rates, Counting))
+@pytest.mark.parametrize("layer", (Layer, Numbered, Rates, Counting, Writing))
 def test_a_step_has_the_bits_of_a_plain_one(layer: Callable[[int], nn.Module]) -> None:
     model = Stack(layer)
     twin = copy.deepcopy(model)
