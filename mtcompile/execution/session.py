@@ -380,6 +380,9 @@ class Session:
         if run.phase == "forward":
             self.note_host_bytes(compiled)
 
+    def backward_issued(self) -> None:
+        self.door.backward_issued()
+
     def updates_failed(self) -> None:
         self.door.updates_failed()
 
