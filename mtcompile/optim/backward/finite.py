@@ -118,7 +118,7 @@ class DeviceFlags:
 
     def first(self) -> str | None:
         """Returns the name of the first parameter that was found whose gradient is not finite, as far as flags are at home."""
-        for block in self._blocks.values():
+        for block in list(self._blocks.values()):  # the thread that issues goes on
             flags = self._home[block.start : block.start + len(block.places)].tolist()
             if any(flags):
                 return min(place for place, flag in zip(block.places, flags, strict=True) if flag)[1]

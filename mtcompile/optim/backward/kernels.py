@@ -102,23 +102,27 @@ class Backward:
     def stop_if_refused(self, wait: bool = False) -> None:
         """Raises StepError for a loss, or a gradient on the device, whose flag is at home and says that it may not be used; or
         warns, as asked. ``wait``: for all flags."""
-        if self.flags is None:
+        if (flags := self.flags) is None:
             return
         if wait:
-            self.flags.wait()
-        self.flags.check_losses()
-        if (wait or self.options.nonfinite == "stop") and (name := self.flags.first()) is not None:
-            self.has_updated |= self.flags.have_updated()
+            flags.wait()
+        flags.check_losses()
+        if (wait or self.options.nonfinite == "stop") and (name := flags.first()) is not None:
+            self._note_updated(flags.have_updated())
             _stop_or_warn(self, name)
+
+    def _note_updated(self, changed: bool) -> None:
+        if changed:  # not |=, beside threads that set it
+            self.has_updated = True
 
     def end_flags(self) -> None:
         """Notes whether updates on the device have changed anything, once all that was issued there has run."""
         if self.flags is not None:
             try:
                 self.flags.wait()
-                self.has_updated |= self.flags.have_updated()
+                self._note_updated(self.flags.have_updated())
             except RuntimeError:  # the device has failed
-                self.has_updated |= bool(self.flagged)
+                self._note_updated(bool(self.flagged))
             self.flags.end()
             self.flags = None
 
@@ -297,9 +301,11 @@ def _reads_flags(backward: Backward) -> bool:
 def _update_by_flags(backward: Backward, flags: DeviceFlags, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
     """Updates parameters on the device, which changes nothing where flags there forbid it."""
     parameters, state = [backward.parameters[name] for name in grads], backward.optimizer.state
+    found = flags.found
     if backward.masters is None and not _reads_flags(backward):  # it goes on after any gradient, but not after any loss
         flags.wait(began=True)
-        backward.stop_if_refused()
+        flags.check_losses()
+        found = None
     if backward.options.needs_all_gradients:  # all is known
         backward.has_updated = True
     else:
@@ -308,9 +314,9 @@ def _update_by_flags(backward: Backward, flags: DeviceFlags, grads: Mapping[str,
         backward.flagged.setdefault(parameter, entry_of(state.get(parameter) or {}))
     try:
         if backward.masters is None:
-            update_plain(backward, grads, factor, found=flags.found)
+            update_plain(backward, grads, factor, found=found)
         else:
-            backward.masters.update(backward.optimizer, _rows(backward, grads), _number(backward, factor), found=flags.found)
+            backward.masters.update(backward.optimizer, _rows(backward, grads), _number(backward, factor), found=found)
             backward.allocated_state |= any(
                 not backward.flagged[parameter] and state.get(parameter) for parameter in parameters
             )

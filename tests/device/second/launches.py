@@ -37,7 +37,7 @@ def _launch(name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
     fails = DEVICE.note("launch", str(op), stream)
     on_cpu, outputs = _computed_as(op), _outputs(op, args, kwargs)
     at_once = op in _AT_ONCE or torch.Tag.nondeterministic_seeded in op.tags
-    results = None if at_once else _shapes(on_cpu, args, kwargs)
+    results = None if at_once else _shapes(on_cpu, args, kwargs) if outputs else ()
     if results is not None:
         results = tuple(_empty(shape, output, name) for shape, output in zip(_several(results), outputs, strict=False))
     inputs = pytree.tree_map_only(Tensor, _at_launch, (args, kwargs))
@@ -66,7 +66,7 @@ def _launch(name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _several(results: Any) -> tuple[Any, ...]:
-    return results if isinstance(results, tuple) else (results,)
+    return results if isinstance(results, tuple) else () if results is None else (results,)
 
 
 def _outputs(op: Any, args: Any, kwargs: Any) -> list[Any]:
