@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,21 +93,6 @@ def _addresses(operands: Operands) -> list[int]:
 def _is_aligned(operands: Operands) -> bool:
     """Tells whether a kernel may load several elements at once, as from the memory of whole parameters."""
     return not any(number % _ALIGNED for number in (operands.weight.numel(), *_addresses(operands)))
-
-
-def nonfinite_flags(tensors: Sequence[Tensor]) -> tuple[list[int], Tensor]:
-    """Returns positions of tensors on one device that have elements, and for each 1 if it has a value that is not finite, else
-    0, as fp32 there. Waits for nothing."""
-    real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (tensor.detach() for tensor in tensors)]
-    dtypes: dict[torch.dtype, list[int]] = {}
-    for position, tensor in enumerate(real):
-        if tensor.numel():
-            dtypes.setdefault(tensor.dtype, []).append(position)
-    flags = list[Tensor]()
-    for positions in dtypes.values():  # for one dtype, torch has a kernel for all of them
-        largest = torch.stack(torch._foreach_norm([real[position] for position in positions], math.inf))
-        flags.append((largest - largest).nan_to_num_(nan=1.0).to(torch.float32))
-    return [position for positions in dtypes.values() for position in positions], torch.cat(flags) if flags else torch.empty(0)
 
 
 @functools.cache

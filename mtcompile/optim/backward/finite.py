@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mtcompile.errors import StepError
-from mtcompile.runtime.optim.device_kernels import nonfinite_flags
+from mtcompile.torch_private import largest_magnitudes
 
 Loss = tuple[Tensor | None, Tensor]  # an output that is still alive, and the gradient that arrives at it
 _LEAST_SCALE = 256.0  # a loss multiplied by a power of two from here on is taken to come from a GradScaler
@@ -40,6 +40,21 @@ def check_loss(factor: float, value: float | None, nonfinite: str) -> None:
         raise StepError(
             f'the loss is {value}; nothing was changed. Skip this batch (del loss), or pass nonfinite="skip" or "continue"'
         )
+
+
+def nonfinite_flags(tensors: Sequence[Tensor]) -> tuple[list[int], Tensor]:
+    """Returns positions of tensors on one device that have elements, and for each 1 if it has a value that is not finite, else
+    0, as fp32 there. Waits for nothing."""
+    real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (tensor.detach() for tensor in tensors)]
+    dtypes: dict[torch.dtype, list[int]] = {}
+    for position, tensor in enumerate(real):
+        if tensor.numel():
+            dtypes.setdefault(tensor.dtype, []).append(position)
+    flags = list[Tensor]()
+    for positions in dtypes.values():
+        largest = torch.stack(largest_magnitudes([real[position] for position in positions]))
+        flags.append((largest - largest).nan_to_num_(nan=1.0).to(torch.float32))
+    return [position for positions in dtypes.values() for position in positions], torch.cat(flags) if flags else torch.empty(0)
 
 
 class Driven(Protocol):
