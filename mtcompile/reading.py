@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -240,3 +241,9 @@ def installed_version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def check_package(package: str, why: str, extra: str) -> None:
+    """Raises ValueError unless a package is installed. ``why``: what needs it; ``extra``: of mtcompile, which brings it."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f'{why} needs the package {package}: pip install "mtcompile[{extra}]"')

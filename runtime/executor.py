@@ -5,9 +5,10 @@ dependencies that are not met by the queue's own order, and whether another queu
 
 The calling thread is the compute queue's worker, so that kernels run with the caller's thread count and settings, and a
 fully resident step hands nothing to another thread. Every other queue in use has a worker thread for the length of the
-phase. A dependency on another queue waits for that queue's progress. At the end of a phase, with or without an error, all
-queues are drained and all threads joined; but in a schedule that runs ahead, queue host goes on after the backward (a
-``DeferredQueue``), and the next forward drains it.
+phase, unless they only fetch a call's inputs, in less time than a thread takes: then the calling thread runs all, in the
+schedule's order. A dependency on another queue waits for that queue's progress. At the end of a phase, with or without an
+error, all queues are drained and all threads joined; but in a schedule that runs ahead, queue host goes on after the backward
+(a ``DeferredQueue``), and the next forward drains it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mtcompile.runtime.trace import Record
 from mtcompile.runtime.workers import DeferredQueue, Progress, Worker
 
 _AWAKE_NS = 200_000  # at the end of a paced instruction
+_THREAD_US = 50.0  # of the CPU, to start a thread and wait for it
 _FAILED_AT = "mt_instruction"  # of an error
 
 
@@ -60,6 +62,9 @@ class Memory(Protocol):
     def alloc(self, name: str, filled: bool) -> None:
         """Make room for a buffer. ``filled``: a copy will write it."""
 
+    def reserve(self, nbytes: int, name: str) -> None:
+        """Make room, for ``name`` and perhaps other buffers, whose memory kernels bring."""
+
     def free(self, name: str) -> None: ...
 
     def copy(self, reads: Sequence[str], writes: Sequence[str]) -> None: ...
@@ -85,9 +90,10 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """An instruction as a queue's worker meets it. ``waits``: (queue, index) pairs; ``previous_step_deps``: indices of
-    instructions on queue host in the previous step; ``signals``: whether anyone waits for it; ``filled``: of an alloc, whether
-    a copy will write the buffer."""
+    """An instruction as a queue's worker meets it, or several that alloc, or free, in a row. ``waits``: (queue, index) pairs;
+    ``previous_step_deps``: indices of instructions on queue host in the previous step; ``signals``: whether anyone waits for
+    it; ``filled``: of an alloc, whether a copy will write the buffer. ``reserved``: of allocs whose memory kernels bring, the
+    bytes, else None. ``freed``: the buffers that are freed."""
 
     index: int
     instruction: Instruction
@@ -95,14 +101,17 @@ class _Item:
     previous_step_deps: tuple[int, ...]
     signals: bool
     filled: bool
+    reserved: int | None = None
+    freed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One phase of a schedule, ready to run."""
+    """One phase of a schedule, ready to run. ``lanes``: by queue; ``alone``: all in order, if threads would not pay."""
 
     phase: Phase
     lanes: Mapping[Queue, tuple[_Item, ...]]
+    alone: tuple[_Item, ...] = ()
 
 
 def prepare(schedule: Schedule, phase: Phase) -> Prepared:
@@ -115,9 +124,45 @@ def prepare(schedule: Schedule, phase: Phase) -> Prepared:
     for index, instruction in listed.items():
         waits = tuple((listed[dep].queue, dep) for dep in instruction.deps if dep in listed)
         room = instruction.op == "alloc" and instruction.writes[0] in filled
-        item = _Item(index, instruction, waits, instruction.previous_step_deps, index in awaited, room)
+        buffer = schedule.buffers.get(instruction.writes[0]) if instruction.op == "alloc" else None
+        reserved = buffer.nbytes if buffer is not None and buffer.kind == "pooled" and not room else None
+        freed = instruction.writes if instruction.op == "free" else ()
+        item = _Item(index, instruction, waits, instruction.previous_step_deps, index in awaited, room, reserved, freed)
         lanes.setdefault(instruction.queue, []).append(item)
-    return Prepared(phase, {queue: tuple(items) for queue, items in lanes.items()})
+    phase_lanes = {queue: _joined(items) for queue, items in lanes.items()}
+    if not _are_alone(schedule, [each for each in listed.values() if each.queue != "compute"]):
+        return Prepared(phase, phase_lanes)
+    ordered = sorted((item for items in lanes.values() for item in items), key=lambda item: item.index)
+    return Prepared(phase, phase_lanes, _joined(replace(item, waits=(), signals=False) for item in ordered))
+
+
+def _joined(items: Iterable[_Item]) -> tuple[_Item, ...]:
+    """Joins allocs whose memory kernels bring, and frees, that nothing is between, and nothing waits for but the last."""
+    joined: list[_Item] = []
+    for item in items:
+        last = joined[-1] if joined else None
+        if last is None or last.signals or last.previous_step_deps or item.waits or item.previous_step_deps:
+            joined.append(item)
+        elif last.reserved is not None and item.reserved is not None:
+            joined[-1] = replace(item, waits=last.waits, reserved=last.reserved + item.reserved)
+        elif last.freed and item.freed:
+            joined[-1] = replace(item, waits=last.waits, freed=last.freed + item.freed)
+        else:
+            joined.append(item)
+    return tuple(joined)
+
+
+def _are_alone(schedule: Schedule, beside: Sequence[Instruction]) -> bool:
+    """Tells whether what other queues do beside the computation is to fetch a call's inputs, which takes less than a thread."""
+    copies = [each for each in beside if each.op == "copy"]
+    if any(each.previous_step_deps or any(schedule.buffers[name].role != "input" for name in each.reads) for each in copies):
+        return False
+    filled = {name for each in copies for name in each.writes}
+    return (
+        bool(copies)
+        and all(each.op == "copy" or (each.op == "alloc" and each.writes[0] in filled) for each in beside)
+        and sum(each.time_us for each in copies) < _THREAD_US
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +238,8 @@ class _PhaseRun:
     ) -> None:
         self.prepared, self.memory, self.kernels, self.options = prepared, memory, kernels, options
         self.fence, self.previous = options.fence, options.previous
+        alone = prepared.alone and options.fence is None and options.delays is None and not options.paced
+        self.lanes: Mapping[Queue, tuple[_Item, ...]] = {"compute": prepared.alone} if alone else prepared.lanes
         self.progress = Progress()
         self.started: list[Worker] = []
         self.drained = False
@@ -202,7 +249,7 @@ class _PhaseRun:
         self.start_ns = time.perf_counter_ns()
 
     def run(self) -> list[Record]:
-        lanes, fence, progress, deferred = self.prepared.lanes, self.fence, self.progress, self.options.deferred
+        lanes, fence, progress, deferred = self.lanes, self.fence, self.progress, self.options.deferred
         workers = {queue: Worker(queue, self._drain, progress) for queue in lanes if queue != "compute"}
         host = workers.get("host") if deferred is not None else None  # not waited for, unless something fails
         stopped: BaseException | None = None
@@ -252,7 +299,7 @@ class _PhaseRun:
             host.settle()
         if self.fence is not None:
             with progress.caught():
-                self.fence.end(self.prepared.lanes, failed=progress.failure is not None)
+                self.fence.end(self.lanes, failed=progress.failure is not None)
         self.drained = True
 
     def _drain(self, queue: Queue) -> None:
@@ -266,7 +313,7 @@ class _PhaseRun:
         memory, progress, delays = self.memory, self.progress, self.options.delays
         sleep = random.Random(f"{delays.seed}/{queue}/{self.prepared.phase}") if delays else None
         clock = _Clock(self.ends, queue not in HOST_QUEUES) if self.options.paced else None
-        for item in self.prepared.lanes[queue]:
+        for item in self.lanes[queue]:
             if item.waits or item.previous_step_deps:
                 self._wait(queue, item)
             if progress.failure is not None:
@@ -277,12 +324,15 @@ class _PhaseRun:
             if clock is not None:
                 clock.pass_by(item)
             try:
-                if instruction.op == "alloc":
+                if item.reserved is not None:
+                    memory.reserve(item.reserved, instruction.writes[0])
+                elif item.freed:
+                    for name in item.freed:
+                        memory.free(name)
+                elif instruction.op == "alloc":
                     memory.alloc(instruction.writes[0], item.filled)
-                elif instruction.op == "free":
-                    memory.free(instruction.writes[0])
                 else:
-                    self._work(queue, item.index, instruction, clock)
+                    self._work(item.index, instruction, clock)
             except Exception as error:
                 setattr(error, _FAILED_AT, (item.index, instruction))
                 raise
@@ -300,17 +350,18 @@ class _PhaseRun:
             for dep in item.previous_step_deps:
                 self.previous.wait(dep)
 
-    def _work(self, queue: Queue, index: int, instruction: Instruction, clock: _Clock | None) -> None:
+    def _work(self, index: int, instruction: Instruction, clock: _Clock | None) -> None:
         """Issue a copy or run, and record it."""
+        queue = instruction.queue
         stamp = self.fence.stamp if self.fence is not None and self.fence.timed and queue not in HOST_QUEUES else None
         if stamp is not None:
             stamp(queue, index)
         began = time.perf_counter_ns()
         if self.options.named is None:
-            share = self._perform(queue, instruction)
+            share = self._perform(instruction)
         else:
             with self.options.named(instruction):
-                share = self._perform(queue, instruction)
+                share = self._perform(instruction)
         start, ended = self.start_ns, time.perf_counter_ns()
         if clock is not None and (least_us := self.options.paced.get(index)) is not None:
             began, ended = clock.run(index, began, round(share * least_us * 1e3))
@@ -319,8 +370,9 @@ class _PhaseRun:
         if stamp is not None:
             stamp(queue, index)
 
-    def _perform(self, queue: Queue, instruction: Instruction) -> float:
+    def _perform(self, instruction: Instruction) -> float:
         """Does what an instruction says. Returns the share of its bytes that had to be copied."""
+        queue = instruction.queue
         if instruction.op == "copy" and instruction.ends:
             return self.memory.copy_slices(instruction.reads[:-1], instruction.writes, instruction.ends)
         if instruction.op == "copy" and instruction.rows:

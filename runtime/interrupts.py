@@ -11,10 +11,10 @@ from types import FrameType
 
 @contextlib.contextmanager
 def interrupts_later() -> Iterator[Callable[[], None]]:
-    """Holds Ctrl-C, and a SIGTERM that Python handles, back while a library runs that would lose it, or tell of it as of an
-    error in a file, and while something is held that must be given back: a descriptor is a number, which nobody closes before
-    it has an owner. Yields what lets one through that has come, for places where it may be raised. Also a decorator."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Holds Ctrl-C, and a SIGTERM or SIGHUP that Python handles, back while a library runs that would lose it, or tell of it as
+    of an error in a file, and while something is held that must be given back: a descriptor is a number, which nobody closes
+    before it has an owner. Yields what lets one through that has come, for places where it may be raised. Also a decorator."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     before = {number: handler for number, handler in handlers.items() if callable(handler)}
     if threading.current_thread() is not threading.main_thread() or not before:
         yield lambda: None

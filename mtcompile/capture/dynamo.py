@@ -118,6 +118,7 @@ def front_end(
     captures: dict[tuple[Any, ...], list[Callable[..., Any]]] = {}
 
     def variant() -> Callable[..., Any]:
+        _let_weights_be_seen()
         if state.in_parts:  # a backend of its own: Dynamo keeps captures of inner functions by their code and the backend
             return torch_private.compiled_by(functools.partial(checked_part), _copied(fn), whole=False)
         return torch_private.compiled_by(checked, _copied(fn), whole=True)
@@ -150,8 +151,11 @@ def front_end(
             return captured(variants, args, kwargs)
 
     def captured(variants: list[Callable[..., Any]], args: Any, kwargs: Any) -> Any:
-        torch_private.forget_counted_frames()
         try:
+            known = None if state.in_parts else torch_private.captured_before(variants[0], args, kwargs)
+            if known is not None:
+                return known(*args, **kwargs)
+            torch_private.forget_counted_frames()
             with (
                 torch_private.own_capture(),
                 torch_private.captures_of(made),
@@ -323,6 +327,24 @@ def _copied(fn: Callable[..., Any]) -> Callable[..., Any]:
     copy = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     return copy
+
+
+def _let_weights_be_seen() -> None:
+    """Lets Dynamo capture DoRA: PEFT asks a weight's type for the library that quantized it, where Dynamo stops."""
+    integrations: Any = sys.modules.get("peft.utils.integrations")
+    if integrations is None or hasattr(weight_of := integrations.dequantize_module_weight, "_mt_seen"):
+        return
+    other_libraries = _copied(weight_of)
+
+    @torch.compiler.substitute_in_graph(weight_of)
+    def seen(module: Any) -> Any:
+        if type(weight := module.weight) is nn.Parameter:
+            return weight
+        if type(weight).__name__ == "Params4bit":
+            return sys.modules["bitsandbytes"].functional.dequantize_4bit(weight, weight.quant_state)
+        return other_libraries(module)
+
+    weight_of._mt_seen = True
 
 
 def _logging_functions() -> set[Any]:

@@ -33,6 +33,11 @@ def base_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in named if not parameter.requires_grad}
 
 
+def is_of_base(name: str, base: Mapping[str, Any]) -> bool:
+    """Tells whether a name in a state_dict is of a parameter of the base, or of what it has beside it: bitsandbytes' scales."""
+    return any(name[:end] in base for end, character in enumerate(f"{name}.") if character == ".")
+
+
 def stem_of(state: Mapping[str, Any]) -> str:
     """Returns what the files of a checkpoint's weights are called, before .safetensors: as PEFT or Transformers names them."""
     return "adapter_model" if "adapter" in state else "model"

@@ -26,14 +26,14 @@ from mtcompile.checkpoint.content import (
     folder_of_rank,
     module_states,
     moment,
+    own_checkpoints,
     rank_of,
-    refuse_others,
     saves_together,
     saving_together,
     steps_in_backward,
     updates_in_backward,
 )
-from mtcompile.checkpoint.files import folder_named
+from mtcompile.checkpoint.files import folder_named, refuse_others
 from mtcompile.checkpoint.locks import held
 from mtcompile.checkpoint.saving import begin, finish_saving, note
 from mtcompile.checkpoint.signatures import private_key
@@ -82,7 +82,7 @@ def autosave(
     saver = Autosave(folder, model, optimizer, others or {}, keep, files or {}, key, background, every, minutes * 60)
     with contextlib.ExitStack() as stack:
         stack.enter_context(held(own_folder))
-        refuse_others(model, folder)
+        refuse_others(own_folder, own_checkpoints(model, folder))
         if optimizer is not None:
             stack.callback(with_hooks(optimizer).register_step_pre_hook(saver._stepping).remove)
         if on_sigterm and threading.current_thread() is threading.main_thread():

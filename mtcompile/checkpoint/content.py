@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.api import plain_class
-from mtcompile.checkpoint.adapters import adapter_config, base_is_apart, base_of, names_in_file
+from mtcompile.checkpoint.adapters import adapter_config, base_is_apart, base_of, is_of_base, names_in_file
 from mtcompile.checkpoint.encoding import Storable, encoded, storable
 from mtcompile.checkpoint.files import MANIFEST, checkpoints, may_be_added
 from mtcompile.checkpoint.generators import generator_states
@@ -182,7 +182,7 @@ def _apart(
     """Returns the weights of an adapter by their names in PEFT's file, and name -> name there. What is neither there nor in the
     frozen base, such as buffers, goes to the ``others`` of the model."""
     names, base = names_in_file(model, weights), base_of(model)
-    others.update({name: value for name, value in weights.items() if name not in names and name not in base})
+    others.update({name: value for name, value in weights.items() if name not in names and not is_of_base(name, base)})
     return {there: weights[name] for name, there in names.items()}, names
 
 
@@ -288,16 +288,6 @@ def resumed_from(model: nn.Module, folder: Path) -> None:
     """Notes that the training that saved into a folder goes on with this model."""
     paths = checkpoints(folder_of_rank(folder, rank_of(model)))
     own_checkpoints(model, folder).update(path.name for path, _ in paths)
-
-
-def refuse_others(model: nn.Module, folder: Path) -> None:
-    """Raises CheckpointError if the last checkpoint in a folder is of another training."""
-    found = checkpoints(folder_of_rank(folder, rank_of(model)))
-    if found and found[-1][0].name not in own_checkpoints(model, folder):
-        raise CheckpointError(
-            f"expected a folder without checkpoints, or to resume from it, found {found[-1][0]} of another training: resume "
-            "(checkpoint.load before autosave; --resume of mtcompile train), save into another folder, or delete that one"
-        )
 
 
 def updates_in_backward(model: nn.Module) -> bool:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
 import re
 import secrets
+import shutil
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtcompile.checkpoint.locks import locked
+from mtcompile.checkpoint.locks import folder_itself_locked, locked
 from mtcompile.errors import CheckpointError
 from mtcompile.runtime.interrupts import interrupts_later
 
@@ -79,6 +81,27 @@ def unfinished(folder: Path, name: str) -> Path:
         with contextlib.suppress(FileExistsError):
             new.mkdir()
             return new
+
+
+@contextlib.contextmanager
+def made_whole(target: Path) -> Iterator[Path]:
+    """Yields a new folder, which becomes ``target`` when everything in it is on the disk, or is deleted if something is raised.
+    Deletes what a process that was killed has left of such a folder. Raises OSError, also if ``target`` is not empty."""
+    make_folder(target.parent)
+    for left in target.parent.glob(f".{glob.escape(target.name)}.unfinished-????????"):
+        with contextlib.suppress(OSError), folder_itself_locked(left):
+            shutil.rmtree(left)
+    new = unfinished(target.parent, target.name)
+    try:
+        with folder_itself_locked(new):
+            yield new
+            for path in (*new.rglob("*"), new):
+                on_disk(path)
+            new.rename(target)
+            on_disk(target.parent)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
 
 
 def checksum(path: Path) -> str:
@@ -217,6 +240,16 @@ def checkpoints(folder: Path, all_whole: bool = False) -> list[tuple[Path, Manif
         if not vanished:  # else a writer has deleted an old one meanwhile, and there is a new one
             break
     return sorted(complete, key=lambda pair: (pair[1].serial, pair[0].name))
+
+
+def refuse_others(folder: Path, own: Collection[str] = ()) -> None:
+    """Raises CheckpointError if the last checkpoint in a folder is of another training than ``own``, which are names."""
+    found = checkpoints(folder)
+    if found and found[-1][0].name not in own:
+        raise CheckpointError(
+            f"expected a folder without checkpoints, or to resume from it, found {found[-1][0]} of another training: resume "
+            "(checkpoint.load before autosave; --resume of mtcompile train), save into another folder, or delete that one"
+        )
 
 
 def no_checkpoint(folder: Path) -> CheckpointError:

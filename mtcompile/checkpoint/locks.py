@@ -108,6 +108,17 @@ def held(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def folder_itself_locked(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder itself, which the system frees when the process ends. Raises OSError if another one has it."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(number)
+
+
+@contextlib.contextmanager
 def _acquired(folder: Path, patience_s: float) -> Iterator[_Lock]:
     with interrupts_later():
         lock = _lock(folder, patience_s)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.capture.refusals import first_line
-from mtcompile.checkpoint.adapters import base_of, stem_of
+from mtcompile.checkpoint.adapters import base_of, is_of_base, stem_of
 from mtcompile.checkpoint.content import (
     folder_of_rank,
     loading_whole,
@@ -96,11 +96,11 @@ def load(
     path, manifest = _opened(Path(folder))
     verify_files(path, manifest)
     state, weights = _state(path, manifest, copied=not may_be_on_disk(model))
-    if "adapter" in state:
-        weights.update({name: value for name, value in base_of(model).items() if name not in weights})
+    base = base_of(model) if "adapter" in state else {}
+    weights.update({name: value for name, value in base.items() if name not in weights})
     passed, others, others_state = set(others or {}), with_state(others), state["others"]
     with _refusing(path):
-        _compare(path, model, weights)
+        _compare(path, model, weights, base)
         _compare_gradients(path, model, state.get("gradients") or {})
         if optimizer is not None:
             _compare_optimizer(path, optimizer, state["optimizer"])
@@ -269,14 +269,16 @@ def _tensors(folder: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if the names, shapes or dtypes are not the model's. Parameters with fp32 masters take fp32."""
+def _compare(path: Path, model: nn.Module, weights: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if the names, shapes or dtypes are not the model's. Parameters with fp32 masters take fp32.
+    What a ``base`` that is not in the checkpoint has beside its parameters stays as it is."""
     try:
         own = model.state_dict()
     except StepError:  # a model that must be loaded does not give its state
         named = dict((*nn.Module.named_parameters(model), *model.named_buffers()))
         own = {name: value for name, value in named.items() if name in weights}
         own |= {name: value for name, value in weights.items() if name not in own}
+    own = {name: value for name, value in own.items() if name in weights or not is_of_base(name, base)}
     if own.keys() != weights.keys():
         missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
         raise CheckpointError(

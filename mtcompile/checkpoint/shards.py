@@ -50,15 +50,23 @@ class StoredTensor:
     offset: int
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
     def nbytes_as(self, dtype: torch.dtype | None) -> int:
         """Returns its bytes with floating-point numbers of ``dtype``; None: as they are stored."""
-        return math.prod(self.shape) * self.as_dtype(dtype).itemsize
+        return self.numel * self.as_dtype(dtype).itemsize
 
     def as_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         return dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
+
+    def is_floating_point(self) -> bool:
+        """Answers Transformers, as a tensor does."""
+        return self.dtype.is_floating_point
 
     def read(self, dtype: torch.dtype | None = None) -> Tensor:
         """Reads it into new memory, aligned as torch's own; floating-point numbers as ``dtype``, converted piece by piece.

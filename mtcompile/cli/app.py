@@ -13,6 +13,7 @@ from mtcompile.cli.checkpoint import checkpoint
 from mtcompile.cli.common import Commands
 from mtcompile.cli.doctor import doctor
 from mtcompile.cli.explain import explain, graph, trace
+from mtcompile.cli.merge import merge
 from mtcompile.cli.options import flattened
 from mtcompile.cli.plan import plan
 from mtcompile.cli.train import train
@@ -57,5 +58,6 @@ def main(
 app.command()(doctor)
 for command in (plan, explain, trace, graph, viz, verify, train, bench):
     app.command()(flattened(command))
+app.command()(merge)
 app.add_typer(checkpoint, name="checkpoint")
 app.command()(cache)

@@ -32,7 +32,7 @@ def _count_or_auto(value: Any) -> int | str:
     raise typer.BadParameter(f"expected a whole number of 1 or more, or auto, found {text}")
 
 
-def _path(text: Any) -> Path:
+def path_given(text: Any) -> Path:
     """Parses a path; an empty one, as of a variable of the shell that is not set, would be the current folder."""
     if not str(text):
         raise typer.BadParameter("expected the path of a file or folder, found an empty text")
@@ -78,6 +78,9 @@ class StepOptions:
         ),
     ] = "adamw"
     lora: Annotated[int, typer.Option(min=0, help="freeze the model and train LoRA adapters of this rank (0: no adapters)")] = 0
+    base_bits: Annotated[
+        int | None, typer.Option(help="4, with --lora: the base in bitsandbytes' 4 bits, but for embeddings and head (QLoRA)")
+    ] = None
     update: UpdateOption = "step"
     max_grad_norm: Annotated[
         float | None,
@@ -140,7 +143,7 @@ class RecipeOptions(TrainingOptions):
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            parser=_path,
+            parser=path_given,
             metavar="PATH",
             help="a file or a folder; may be repeated. For a folder of weights: records (.jsonl, .ndjson, .json, .csv, .tsv, "
             ".parquet) or text. For random weights: text, or .bin/.npy tokens (default: Python's own sources)",
@@ -157,7 +160,7 @@ class RecipeOptions(TrainingOptions):
     chat_template: Annotated[
         Path | None,
         typer.Option(
-            parser=_path, metavar="PATH", help="a Jinja file to use instead of the chat template of the folder of weights"
+            parser=path_given, metavar="PATH", help="a Jinja file to use instead of the chat template of the folder of weights"
         ),
     ] = None
     packing: Annotated[
@@ -199,17 +202,20 @@ class RecipeOptions(TrainingOptions):
     ] = None
     lora_dropout: Annotated[float, typer.Option(min=0, help="dropout of what adapters take in")] = 0.0
     dora: Annotated[bool, typer.Option("--dora", help="with --lora: train the magnitudes of weights apart (DoRA)")] = False
+    base_bits: Annotated[
+        int | None, typer.Option(help="4, with --lora: quantize the linear layers of the base by bitsandbytes (QLoRA)")
+    ] = None
     evaluate_every: Annotated[
         int, typer.Option(min=0, help="steps between evaluations on held-out data, the last 5 %; 0: never")
     ] = 50
     seed: Annotated[int, typer.Option(min=0, help="seed of new weights, of dropout and of the order of the data")] = 0
-    metrics: Annotated[Path | None, typer.Option(parser=_path, metavar="PATH", help="a file for one JSON object per step")] = (
-        None
-    )
+    metrics: Annotated[
+        Path | None, typer.Option(parser=path_given, metavar="PATH", help="a file for one JSON object per step")
+    ] = None
     save: Annotated[
         Path | None,
         typer.Option(
-            parser=_path,
+            parser=path_given,
             metavar="PATH",
             help="a folder for checkpoints; one is written at the end, and if an error ends the training",
         ),
@@ -217,7 +223,7 @@ class RecipeOptions(TrainingOptions):
     save_every: Annotated[int, typer.Option(min=0, help="steps between checkpoints; 0: only at the end")] = 0
     save_minutes: Annotated[float, typer.Option(min=0, help="minutes between checkpoints; 0: only at the end")] = 0.0
     resume: Annotated[
-        Path | None, typer.Option(parser=_path, metavar="PATH", help="a folder that --save wrote, to continue from")
+        Path | None, typer.Option(parser=path_given, metavar="PATH", help="a folder that --save wrote, to continue from")
     ] = None
     allow_change: Annotated[
         list[str] | None,
@@ -226,7 +232,9 @@ class RecipeOptions(TrainingOptions):
     signing_key: Annotated[
         Path | None,
         typer.Option(
-            parser=_path, metavar="PATH", help="a file with a private Ed25519 key (PEM or OpenSSH), which signs the checkpoints"
+            parser=path_given,
+            metavar="PATH",
+            help="a file with a private Ed25519 key (PEM or OpenSSH), which signs the checkpoints",
         ),
     ] = None
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mtcompile.trainer.jobs import Job
     from mtcompile.trainer.trainer import Evaluation, Row, Summary
 
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # what ends a process that does not handle it
+
 
 def train(
     model: Annotated[
@@ -51,7 +53,7 @@ def train(
 
     Under torchrun, each process trains on a part of each batch: torchrun --nproc-per-node 2 -m mtcompile train ...
 
-    Ctrl-C or SIGTERM ends the training after the current step. With --save, a checkpoint is written.
+    Ctrl-C, SIGTERM or a closed terminal ends the training after the current step. With --save, a checkpoint is written.
 
     \b
     Examples:
@@ -82,11 +84,15 @@ def train(
 
 @contextlib.contextmanager
 def _stopping(job: Job) -> Iterator[tuple[Callable[[], bool], Callable[[int], None]]]:
-    """Lets the first Ctrl-C or SIGTERM end the training after the current step, one that comes over a second later at once; the
-    error then says what is saved. Yields whether there was a first, and a function to call with each step that has ended."""
+    """Lets the first Ctrl-C, SIGTERM or SIGHUP end the training after the current step, one that comes over a second later at
+    once; the error then says what is saved. Yields whether there was a first, and a function to call with each step that has
+    ended."""
     again = "Ctrl-C again, a second later, stops now"
     first = f"\nmtcompile train: stopping after the first step, which is captured and planned before it runs; {again}"
-    texts: dict[int, str] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), first)
+    asked = [signal.SIGINT, *_ENDINGS]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup has it
+        asked.remove(signal.SIGHUP)
+    texts: dict[int, str] = dict.fromkeys(asked, first)
     last = 0
 
     def ended(step: int) -> None:
@@ -95,23 +101,23 @@ def _stopping(job: Job) -> Iterator[tuple[Callable[[], bool], Callable[[int], No
         texts.update(dict.fromkeys(texts, f"\nmtcompile train: stopping after this step; {again}"))
 
     try:
-        with _sigterm_as_ctrl_c(), signals_noted(texts) as noted:
+        with _endings_as_ctrl_c(), signals_noted(texts) as noted:
             yield lambda: bool(noted), ended
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_kept(job.recipe.save, last)) from None
 
 
 @contextlib.contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Lets SIGTERM raise what Ctrl-C does, where it would end the process without a word."""
-    ends = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if ends:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _endings_as_ctrl_c() -> Iterator[None]:
+    """Lets SIGTERM and SIGHUP raise what Ctrl-C does, where they would end the process without a word."""
+    ends = [number for number in _ENDINGS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in ends:
+        signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        if ends:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ends:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _kept(folder: Path | None, step: int) -> str:
@@ -171,10 +177,10 @@ def _reporting(job: Job, as_json: bool) -> Iterator[Callable[[Row | Evaluation, 
 
 
 def _say(text: str, out: Any) -> None:
-    """Prints text. If nobody reads it any more, as after Ctrl-C in a pipe, the training goes on without."""
+    """Prints text. If that fails, as in a pipe that nobody reads or a closed terminal, the training goes on without."""
     try:
         print(text, file=out, flush=True)
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 

@@ -88,6 +88,7 @@ class Session:
         self.last_step: tuple[Schedule, Trace] | None = None
         self.last_ran: tuple[Schedule, Trace] | None = None  # as last_step, by whatever clock
         self.peak_device_bytes = self.peak_host_bytes = self.planned_device_bytes = 0
+        self._noted_host: CompiledStep | None = None  # whose forwards would find the host as the last one has
         self.differentiated = False  # whether a backward was called with create_graph=True
 
     @property
@@ -126,7 +127,7 @@ class Session:
         self.arenas.release()
         self.parameters.release()
         self.toolchain = toolchain_for(self.device.where, self.options.kernels)
-        self.last = self.last_trace = self.last_step = self.last_ran = None
+        self.last = self.last_trace = self.last_step = self.last_ran = self._noted_host = None
         self.calibrator.phases.clear()
         self.listeners.clear()
         self.replanner = None
@@ -377,8 +378,9 @@ class Session:
                 self._device_peaked(compiled, run.peak_nbytes)
         self.calibrator.phase_ran(run)
         self.last_trace = Trace(tuple(frame.records), "measured")
-        if run.phase == "forward":
+        if run.phase == "forward" and (frame.measured or self._noted_host is not compiled):
             self.note_host_bytes(compiled)
+            self._noted_host = None if frame.measured else compiled  # again when the optimizer has made its state
 
     def backward_issued(self) -> None:
         self.door.backward_issued()

@@ -54,7 +54,9 @@ def figures(request: ForecastRequest, sized: SizedStep, planned: Planned | DoesN
         model=model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__),
         machine=request.machine.name,
         feasible=False,
-        parameters=sum(p.numel() for p in _parameters(sized.candidates.problem.step)),
+        parameters=sum(  # bytes are two of 4 bits
+            p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in _parameters(sized.candidates.problem.step)
+        ),
         tokens=sized.tokens,
         state_bytes=sum(held_nbytes(candidates.problem.step, budgets, "host").values()),
         budget_bytes=budgets.nbytes,

@@ -61,6 +61,7 @@ class ForecastRequest:
     progress: Progress
     accumulate: int
     lora: int = 0
+    base_bits: int | None = None
     make_optimizer: MakeOptimizer | None = None
     ranks: RankLayout = ALONE
     fragments: str | None = "auto"
@@ -238,7 +239,7 @@ def _captured(request: ForecastRequest, batch: int, seq: int) -> tuple[fx.GraphM
             raise ValueError("expected data=, the module's keyword arguments, for a model that is not a built-in shape")
         module, data = _off_meta(module, data)
         if request.lora:
-            add_lora(module, request.lora)
+            add_lora(module, request.lora, request.base_bits)
         built(module)
         return _traced(module, data, request.precision), data
 
@@ -265,7 +266,9 @@ def _captured_shape(name: str, request: ForecastRequest, batch: int, seq: int) -
     traced = shape.shortened(FEWEST) if repeated else shape
     with contextlib.suppress(NotRecorded):
         return _recorded(traced, tokens, request, repeated), data
-    key = repr((shape, request.precision, tuple(tokens.shape), request.lora, trace_settings(torch.device("cpu"))))
+    key = repr(
+        (shape, request.precision, tuple(tokens.shape), request.lora, request.base_bits, trace_settings(torch.device("cpu")))
+    )
     joint = cache.read_joint(key)
     if joint is None:
         joint = _traced_shape(traced, tokens, request, repeated)
@@ -277,7 +280,7 @@ def _recorded(shape: Shape, tokens: torch.Tensor, request: ForecastRequest, repe
     with building_on_meta():
         model = fake(shape)
         if request.lora:
-            add_lora(model, request.lora)
+            add_lora(model, request.lora, request.base_bits)
     if request.precision.weights is not None:
         _cast(model, request.precision.weights)
     return record_joint(model, {"tokens": tokens, "targets": tokens}, repeated)
@@ -289,7 +292,7 @@ def _traced_shape(
     with building_without_memory() as built:
         module = fake(shape)
         if request.lora:
-            add_lora(module, request.lora)
+            add_lora(module, request.lora, request.base_bits)
         built(module)
         tokens = torch.zeros(like.shape, dtype=torch.int64)
         return _traced(module, {"tokens": tokens, "targets": tokens}, request.precision, repeated)

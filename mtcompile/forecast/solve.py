@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ from mtcompile.passes.cuts.fastest import takes_at_least
 from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, Progress, no_progress
+from mtcompile.reading import check_package
 from mtcompile.sizes import parse_bytes, parse_tokens
 
 _LEFT_FREE = 0.08  # of a machine's device memory when no budget is given
@@ -54,6 +56,7 @@ def plan(
     precision: str = "model",
     optimizer: str | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "adamw",
     lora: int = 0,
+    base_bits: int | None = None,
     update: str = "step",
     max_grad_norm: float | None = None,
     run_ahead: bool = False,
@@ -85,6 +88,7 @@ def plan(
                makes an optimizer of a list of parameters: its state is measured in a step without memory;
                parameters that it does not take, as Muon takes matrices only, are counted as AdamW's
     lora       freezes the model and adds LoRA adapters of this rank to its linear layers, except the head; 0: none
+    base_bits  with ``lora``, 4: the linear layers that get adapters are in bitsandbytes' 4 bits, as QLoRA has them
     update     ``step``: updates in optimizer.step(), after the backward; ``backward``: as gradients arrive, so that none are
                kept; with ``max_grad_norm``: once all gradients are there; with ``run_ahead``: also during the next forward
     accumulate  micro-batches per batch, run region by region; ``"auto"``: as many as are fastest, of powers of two; without
@@ -110,6 +114,14 @@ def plan(
         make_optimizer, optimizer = optimizer, getattr(optimizer, "__name__", "optimizer")
     if lora < 0:
         raise ValueError(f"expected lora to be a rank of 1 or more, or 0 for none, found {lora}")
+    if base_bits is not None:
+        if base_bits != 4 or not lora or precision == "bf16-master32":
+            raise ValueError(
+                f"expected base_bits=4 with lora= and without fp32 masters, found base_bits={base_bits}, lora={lora}, "
+                f"precision={precision!r}: leave out base_bits=, or change the others"
+            )
+        check_package("bitsandbytes", "base_bits=4", "qlora")
+        importlib.import_module("bitsandbytes")  # registers its operations
     options = update_options(update, max_grad_norm, run_ahead, "stop")
     check_fragments(fragments, options)
     if fragments not in (None, "auto") and (solve is not None or hosts > 1 or (gpus > 1 and options is not None)):
@@ -165,7 +177,7 @@ def plan(
     if budgets.disk is not None and solve is not None:
         raise ValueError(f"solve={solve!r} expects no disk=, found {disk!r}: plan single sizes with a disk")
     alone = ForecastRequest(
-        model, data, kind, optimizer, described, budgets, policies, force, progress, counts[0], lora, make_optimizer
+        model, data, kind, optimizer, described, budgets, policies, force, progress, counts[0], lora, base_bits, make_optimizer
     )
     run_tokens = parse_tokens(tokens)
     check_effort(effort := knobs.effort() if effort is None else effort)

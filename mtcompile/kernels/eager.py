@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from mtcompile.cached.remembered import Remembered
+from mtcompile.kernels.bindings import with_bindings
 from mtcompile.kernels.measure import (
     Alone,
     Measured,
@@ -141,7 +142,7 @@ def _measured(kernel: fx.GraphModule, body: fx.GraphModule, device: torch.device
 
 
 def _built(kernel: fx.GraphModule, body: fx.GraphModule, measured: Measured) -> Built:
-    call = in_own_storages(kernel, forward_of(body))
+    call = in_own_storages(kernel, forward_of(with_bindings(body)))
     return Built(_copying(call, measured.foreign) if measured.foreign else call, measured.workspace, note=measured.note)
 
 

@@ -17,6 +17,7 @@ from mtcompile.capture.refusals import first_line
 from mtcompile.checkpoint.provenance import note_origin
 from mtcompile.checkpoint.shards import StoredTensor, stored_tensors
 from mtcompile.errors import CheckpointError
+from mtcompile.models.four_bits import four_bits_of, keep_unpacked, names_in_four_bits
 from mtcompile.models.loading import configuration
 from mtcompile.models.placing import SMALL, Room, home_for, registered_parameters_on
 from mtcompile.optim.own_files import in_own_file
@@ -31,6 +32,7 @@ def from_pretrained(
     model: Any = None,
     *,
     dtype: torch.dtype | str = "auto",
+    base_bits: int | None = None,
     allow_new: Collection[str] = (),
     prepare: Callable[[Any], Any] | None = None,
     **options: Any,
@@ -49,6 +51,8 @@ def from_pretrained(
              ``torch.device("meta")``: its parameters and buffers get the weights of the same names
     dtype    of floating-point weights: a ``torch.dtype``, its name, or ``"auto"``, which is that of the configuration (else of
              the first tensor) or of the module. ``precision=`` overrides it
+    base_bits  4: linear weights but the head's are quantized by bitsandbytes (nf4, nested) as they are read, and stay frozen:
+             train adapters beside them. Folders that bitsandbytes has quantized to 4 bits are read as they are
     allow_new  names of tensors or modules, such as ``["score"]`` for a new head: those that the folder lacks, or has in another
              shape, are left as they were initialized, and those that the model has no place for are left out. A warning
              and each checkpoint say which are new
@@ -67,14 +71,29 @@ def from_pretrained(
         raise TypeError(f"expected allow_new to be a list of names, found text: pass allow_new=[{allow_new!r}]")
     tensors = stored_tensors(folder)
     room = Room.of(options.get("host"), options.get("disk"))
+    if base_bits is not None and (base_bits != 4 or isinstance(model, nn.Module) or precision.split):
+        raise ValueError(
+            f"expected base_bits=4 with a model of Transformers and without fp32 masters, found {base_bits}: leave out "
+            "base_bits=, or the module and precision="
+        )
     if isinstance(model, nn.Module):
         loaded, new = _into_module(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), room, allow_new)
     else:
-        loaded, new = _of_transformers(Path(folder), tensors, model, _weights(precision) or _dtype(dtype), room, allow_new)
+        loaded, new = _of_transformers(
+            Path(folder), tensors, model, _weights(precision) or _dtype(dtype), room, allow_new, base_bits
+        )
     if new:
         warnings.warn(f"some weights are not from {folder}, and as they were initialized: {', '.join(new)}", stacklevel=2)
     note_origin(loaded, Path(folder), new)
     return compiling(loaded if prepare is None else prepare(loaded))
+
+
+def plain_model(folder: Path) -> Any:
+    """Returns the model of Transformers that a folder holds, in the dtype of its configuration and not compiled. Raises what
+    ``from_pretrained`` raises."""
+    loaded, new = _of_transformers(folder, stored_tensors(folder), None, None, Room(None, None), ())
+    note_origin(loaded, folder, new)
+    return loaded
 
 
 def _weights(precision: Precision) -> torch.dtype | None:
@@ -99,6 +118,7 @@ def _of_transformers(
     dtype: torch.dtype | None,
     room: Room,
     allow_new: Collection[str],
+    base_bits: int | None = None,
 ) -> tuple[Any, list[str]]:
     """Returns the model that Transformers makes of the folder's configuration, and of tensors read when it asks for them; and
     the names of those that it has initialized."""
@@ -109,18 +129,26 @@ def _of_transformers(
             "mtcompile.from_pretrained(folder, module)"
         )
     config, named = configuration(folder / "config.json")
-    if getattr(config, "quantization_config", None):
-        raise ValueError(f"expected weights that are not quantized, found a quantization_config in {folder}/config.json")
+    four_bits = four_bits_of(folder, config, base_bits)
     if dtype is None:
         dtype = named or next((each.dtype for each in tensors.values() if each.dtype.is_floating_point), torch.float32)
     model_class = _model_class(model, config)
-    _refuse_other_numbers(folder, tensors, model_class, config)
+    if not four_bits:
+        _refuse_other_numbers(folder, tensors, model_class, config)
+    packed = names_in_four_bits(model_class, config) if four_bits else set()
+    sizes = [each.numel // 2 + each.numel // 32 if n in packed else each.nbytes_as(dtype) for n, each in tensors.items()]
     widest = max((each.nbytes_as(dtype) for each in tensors.values()), default=0)  # layouts of older files are converted
-    home = home_for(f"load {folder}", [each.nbytes_as(dtype) for each in tensors.values()], widest, dtype, room)
+    home = home_for(f"load {folder}", sizes, widest, dtype, Room(room.host, None) if four_bits else room)
     try:
         with knobs.transformers_load_in_order(), registered_parameters_on(home):
             loaded, found = model_class.from_pretrained(
-                None, config=config, state_dict=tensors, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=dtype,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **four_bits,
             )
     except DiskError:
         raise
@@ -129,6 +157,8 @@ def _of_transformers(
             f"{folder} could not be loaded as {model_class.__name__}: {first_line(error)}. Check that its files belong "
             "together, or pass the class"
         ) from error
+    if four_bits:
+        keep_unpacked(loaded)
     own = {name: tuple(tensor.shape) for name, tensor in loaded.state_dict().items()}
     shapes = {name: (tuple(there), own.get(name, tuple(here))) for name, there, here in found["mismatched_keys"]}
     _refuse_others(folder, model_class.__name__, found["missing_keys"], found["unexpected_keys"], shapes, allow_new)

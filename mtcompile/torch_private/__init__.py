@@ -46,11 +46,13 @@ from mtcompile.torch_private.autograd import (
     total_norm,
     will_run,
 )
+from mtcompile.torch_private.bindings import binding_of
 from mtcompile.torch_private.data_writes import DataWrites
 from mtcompile.torch_private.dynamo import (
     NEEDS_GRAD,
     break_after,
     capture_settings,
+    captured_before,
     captures_of,
     cause_in_dynamo,
     compiled_by,
@@ -155,11 +157,13 @@ __all__ = [
     "asked_for",
     "asks_for",
     "attention_backend",
+    "binding_of",
     "break_after",
     "building_on_meta",
     "building_without_memory",
     "caches_casts",
     "capture_settings",
+    "captured_before",
     "captures_of",
     "cast_of",
     "cause_in_dynamo",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import linecache
 import logging
 import sys
@@ -43,6 +44,7 @@ def capture_settings(signatures: int, in_parts: bool = False) -> contextlib.Abst
         allow_rnn=True,  # what their operations are shows in the trace
         use_numpy_random_stream=True,  # numpy's random numbers are refused, not drawn from torch's generator
         rewrite_assert_with_torch_assert=not in_parts,
+        record_runtime_overhead=False,  # which calls torch's profiler twice, in every call
     )
 
 
@@ -418,6 +420,29 @@ def compiled_by(backend: Callable[..., Any], fn: Callable[..., Any], whole: bool
     for key in [key for key, value in kept.items() if getattr(value, "compiler_fn", None) is backend]:
         del kept[key]
     return compiled
+
+
+_TAKES_ALL = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+
+
+def captured_before(compiled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """Returns what Dynamo would run for a call of ``compiled``, a function of (first, *args, **kwargs) that is captured whole:
+    the first capture whose guards hold. None if there is none, or if ``torch.compiler.set_stance`` asks for something else.
+    Dynamo's own way there sets and restores a dozen settings that only a capture needs."""
+    from torch._dynamo import eval_frame
+
+    fn: Any = compiled._torchdynamo_orig_callable
+    code, stance = fn.__code__, eval_frame._stance
+    alike = code.co_flags & _TAKES_ALL == _TAKES_ALL and code.co_argcount == 1 and not code.co_kwonlyargcount
+    if not (alike and args) or stance.stance != "default" or stance.backend is not None:
+        return None
+    first, rest, named = code.co_varnames[:3]
+    values = {first: args[0], rest: args[1:], named: kwargs}
+    values.update((name, cell.cell_contents) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True))
+    for entry in eval_frame._debug_get_cache_entry_list(code):
+        if entry.guard_manager.check(values):
+            return types.FunctionType(entry.code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    return None
 
 
 def forget_measures() -> None:

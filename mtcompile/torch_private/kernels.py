@@ -177,19 +177,20 @@ def _precisions() -> tuple[str, ...]:
 def _users_operations() -> tuple[str, ...]:
     """The operations of torch's that ``torch.library`` has implementations of for what models run on, with the lines that made
     the libraries: implementations by two libraries that one line made are not told apart."""
-    if len(torch.library._impls) == len(_TORCHS_OWN):  # names are added by those who implement, and taken away by them alone
+    every = torch.library._impls  # names are added by those who implement, and taken away by them alone
+    if len(every) == len(_TORCHS_OWN):
         return ()
-    if torch.library._impls != _seen.names:
-        _seen.names = frozenset(torch.library._impls)
-        _seen.users = sorted(n for n in _seen.names - _TORCHS_OWN if n.startswith("aten/") and not n.endswith("/Meta"))
+    if len(every) != len(_TORCHS_OWN) + len(_seen.added) or not _seen.added <= every:
+        _seen.added = frozenset(every - _TORCHS_OWN)
+        _seen.users = sorted(n for n in _seen.added if n.startswith("aten/") and not n.endswith("/Meta"))
     places = ((name, _registered_at(*name.split("/")[1:])) for name in _seen.users)
     return tuple(f"{name} {place}" for name, place in places if _FUNCTORCH not in place)
 
 
 class _Seen(threading.local):
-    """The names that were there when this thread looked last, which takes long, and those of the user's operations."""
+    """The names beside torch's own when this thread looked last, and those of the user's operations."""
 
-    names: frozenset[str] = frozenset()
+    added: frozenset[str] = frozenset()
     users: Sequence[str] = ()
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
 from mtcompile.errors import did_you_mean
+from mtcompile.reading import check_package
 
 _ALL = "all-linear"  # PEFT's name for all linear layers but the head
 
@@ -26,7 +25,7 @@ def alpha(recipe: Any) -> int:
 def check_adapters(recipe: Any, model: str | os.PathLike[str]) -> None:
     """Raises ValueError for settings of adapters that do not go together. ``recipe``: a Recipe, or options like it."""
     given = {"lora_alpha": recipe.lora_alpha, "lora_targets": recipe.lora_targets, "lora_dropout": recipe.lora_dropout}
-    given |= {"dora": recipe.dora}
+    given |= {"dora": recipe.dora, "base_bits": recipe.base_bits}
     if not recipe.lora:
         for name in (name for name, value in given.items() if value):
             raise ValueError(f"expected --lora RANK with --{name.replace('_', '-')}, found no --lora")
@@ -40,21 +39,14 @@ def check_adapters(recipe: Any, model: str | os.PathLike[str]) -> None:
         raise ValueError(f"expected --lora-dropout to be at least 0 and below 1, found {recipe.lora_dropout:g}")
     if "" in (names := targets(recipe)) or (_ALL in names and len(names) > 1):
         raise ValueError(f"expected --lora-targets {_ALL}, or names such as q_proj,v_proj, found {','.join(names)!r}")
-    if importlib.util.find_spec("peft") is None:
-        raise ValueError('--lora needs the package peft: pip install "mtcompile[hf]"')
-
-
-@functools.cache
-def _let_dynamo_see_weights() -> None:
-    """Lets Dynamo capture DoRA: PEFT asks a weight's type for the library that quantized it, where Dynamo stops."""
-    import torch
-    from peft.utils.integrations import dequantize_module_weight
-
-    @torch.compiler.substitute_in_graph(dequantize_module_weight)
-    def plain_weight(module: torch.nn.Module) -> torch.nn.Parameter:
-        if type(module.weight) is not torch.nn.Parameter:
-            raise TypeError("expected a weight that is not quantized")
-        return module.weight
+    check_package("peft", "--lora", "hf")
+    if recipe.base_bits is None:
+        return
+    if recipe.base_bits != 4:
+        raise ValueError(f"expected --base-bits 4, or no --base-bits, found {recipe.base_bits}")
+    if recipe.precision == "bf16-master32":
+        raise ValueError("expected --base-bits 4 without fp32 masters, found --precision bf16-master32: leave it out")
+    check_package("bitsandbytes", "--base-bits 4", "qlora")
 
 
 def with_adapters(model: Any, recipe: Any) -> Any:
@@ -86,8 +78,6 @@ def with_adapters(model: Any, recipe: Any) -> Any:
         use_dora=recipe.dora,
         task_type="CAUSAL_LM",
     )
-    if recipe.dora:
-        _let_dynamo_see_weights()
     torch.manual_seed(recipe.seed)
     adapted = get_peft_model(model, config)
     note_base_apart(adapted)

@@ -105,7 +105,7 @@ def _fine_tuning(recipe: Recipe) -> Job:
         model = returning_loss(model.train())
         return with_adapters(model, recipe) if recipe.lora else model
 
-    model = from_pretrained(folder, prepare=prepare, allow_new=recipe.allow_new, **_options(recipe))
+    model = from_pretrained(folder, prepare=prepare, allow_new=recipe.allow_new, base_bits=recipe.base_bits, **_options(recipe))
     rows = replace(rows, mask=lambda documents: document_mask(model.config, documents, model.dtype))
     optimizer = _optimizer(recipe, model)
     model.bind(optimizer)

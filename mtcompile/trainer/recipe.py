@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtcompile import checkpoint, knobs
-from mtcompile.checkpoint.files import try_folder
+from mtcompile.checkpoint.files import refuse_others, try_folder
 from mtcompile.checkpoint.shards import stored_tensors
 from mtcompile.checkpoint.signatures import private_key
 from mtcompile.data.encoding import TooLong
@@ -29,9 +29,9 @@ class Recipe:
     ``data``: files and folders (none: the standard library's sources); ``memory``, ``host``, ``disk``: bytes as text; ``clip``:
     0 for no clipping; ``evaluate_every`` and ``save_every``: in steps, ``save_minutes``: in minutes, 0 for never; ``resume``,
     ``save``: folders; ``allow_change``: options that may differ from those before ``resume``; ``signing_key``: a file;
-    ``metrics``: a file of JSON lines; ``lora``: the rank of adapters, 0 for none; ``lora`` and what goes with it, ``packing``,
-    ``too_long``, ``chat_template``, ``allow_new``: for a folder. The others are ``compile``'s and AdamW's. If ``seq``,
-    ``steps`` or ``lr`` is None, ``length``, ``steps_of`` and ``rate`` say what is taken."""
+    ``metrics``: a file of JSON lines; ``lora``: the rank of adapters, 0 for none; ``base_bits``: None or 4; ``lora`` and what
+    goes with it, ``packing``, ``too_long``, ``chat_template``, ``allow_new``: for a folder. The others are ``compile``'s and
+    AdamW's. If ``seq``, ``steps`` or ``lr`` is None, ``length``, ``steps_of`` and ``rate`` say what is taken."""
 
     model: str
     data: tuple[Path, ...] = ()
@@ -56,6 +56,7 @@ class Recipe:
     lora_targets: tuple[str, ...] = ()
     lora_dropout: float = 0.0
     dora: bool = False
+    base_bits: int | None = None
     run_ahead: bool = False
     kernels: str = "auto"
     memory: str | None = None
@@ -104,6 +105,7 @@ class Recipe:
             "lora",
             "lora_dropout",
             "dora",
+            "base_bits",
         )
         values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
         values |= {"--lora-alpha": adapters.alpha(self), "--lora-targets": ",".join(adapters.targets(self))}
@@ -155,6 +157,8 @@ def check(recipe: Recipe) -> None:
         recipe.save.mkdir(parents=True, exist_ok=True)
         if not knobs.process_here():  # the other ranks of a machine would wait for its lock
             try_folder(recipe.save, _PATIENCE_S if ranks > 1 else 0)
+            if recipe.resume is None:
+                refuse_others(recipe.save)
 
 
 def _check_kind(recipe: Recipe) -> None:

@@ -90,7 +90,7 @@ def is_uncounted(node: fx.Node) -> bool:
         return False
     words = set(str(target).replace(".", "_").split("_"))
     multiplies = words & _MULTIPLYING and not words & _ELEMENTWISE
-    known = target.namespace in ("aten", "prims") or torch.Tag.pointwise in target.tags
+    known = target.namespace in ("aten", "prims") or torch.Tag.pointwise in target.tags or "dequantize" in words
     return "val" in node.meta and bool(multiplies or not known)
 
 

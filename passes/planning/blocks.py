@@ -71,7 +71,6 @@ def loading(values: Iterable[fx.Node], late: bool) -> list[Decision]:
 
 def everything(step: fx.GraphModule, base: Plan, param_nbytes: Mapping[str, int], fused: bool = False) -> Plan:
     """Returns the plan that moves nothing and recomputes nothing, except what is free in ``fused`` kernels."""
-    activations = Decision("activation", "*", "device", 0)
     variant_decisions = []
     for region in regions(step):
         if region.meta["phase"] == "forward":
@@ -79,7 +78,7 @@ def everything(step: fx.GraphModule, base: Plan, param_nbytes: Mapping[str, int]
             variant = fused_variant(step, region) if fused else save_all(region)
             variant_decisions.append(variant_decision(step.meta["blocks"][region.meta["block"]], saved, variant))
     params = [Decision("params", block, "device", nbytes) for block, nbytes in param_nbytes.items()]
-    return _with(replace(base, lookahead=1), [activations, *variant_decisions, *params])
+    return _with(replace(base, lookahead=1), [all_others("device"), *variant_decisions, *params])
 
 
 def decided(problem: PlanningProblem, sizes: Mapping[str, int]) -> Plan:
@@ -162,6 +161,11 @@ def kept_positions(plan: Plan, block: Block) -> tuple[int, ...]:
 def activation_decision(value: fx.Node, choice: Choice) -> Decision:
     """Returns the decision where a value waits for its readers."""
     return Decision("activation", value.name, choice, value.meta["nbytes"])
+
+
+def all_others(choice: Choice) -> Decision:
+    """Returns the decision where all values without one of their own wait for their readers."""
+    return Decision("activation", "*", choice, 0)
 
 
 def keeping(blocks: Iterable[Block], variant: Variant, tier: Choice) -> list[Decision]:

@@ -50,17 +50,18 @@ def searched(
 ) -> list[Plan]:
     """Returns the plans at which climbs end, the best first: within the limits and fast, or, where none is, above them by few
     bytes. ``starts``: with their figures; ``evaluate``: gives a plan its figures; ``regions``: of the step; ``bound_us``: no
-    plan within the limits is faster. Ends once what a plan could still gain is not worth what it costs to go on."""
+    plan within the limits is faster. A round evaluates no more plans than what may still be gained is worth."""
     climbs = _begun(list(starts), limits, ways, evaluate, effort)
     rounds, ended = len(climbs).bit_length(), list[Plan]()
     each_round = most_evaluations(effort, regions) / max(1, rounds)
     for _ in range(rounds):
-        best = min((climb.best for climb in climbs), key=lambda plan: order(plan, limits))
-        cost_us = cost_of(each_round, regions)
-        if not limits.missing(best) and not is_worth(effort, cost_us, best.total_us, best.total_us - bound_us()):
+        best, most = min((climb.best for climb in climbs), key=lambda plan: order(plan, limits)), each_round
+        if not limits.missing(best):
+            most = min(most, _worth_us(effort, best.total_us, best.total_us - bound_us()) / cost_of(1, regions))
+        if most < len(climbs):
             break
         for climb in climbs:
-            climb.go_on(each_round / len(climbs))
+            climb.go_on(most / len(climbs))
         climbs.sort(key=lambda climb: order(climb.best, limits))
         kept = max(1, len(climbs) // 2)
         ended, climbs = [climb.best for climb in climbs[kept:]] + ended, climbs[:kept]
@@ -79,7 +80,12 @@ def cost_of(evaluations: float, regions: int) -> float:
 
 def is_worth(effort: Effort, cost_us: float, us: float, gain_us: float) -> bool:
     """Tells whether what a plan may gain over one that takes ``us`` is worth what it costs to look for it."""
-    return gain_us > effort.gain * us and effort.steps * gain_us > cost_us
+    return _worth_us(effort, us, gain_us) > cost_us
+
+
+def _worth_us(effort: Effort, us: float, gain_us: float) -> float:
+    """Returns the µs that may be spent to gain so much over a plan that takes ``us``."""
+    return effort.steps * gain_us if gain_us > effort.gain * us else 0.0
 
 
 def _begun(starts: Sequence[Plan], limits: Limits, ways: Ways, evaluate: Evaluate, effort: Effort) -> list[Climb]:

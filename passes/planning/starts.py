@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.blocks import Block, loading, variant_decision, waiting
+from mtcompile.passes.planning.blocks import Block, all_others, loading, variant_decision, waiting
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import PlanningProblem
 
-_STAYS = Decision("activation", "*", "device", 0)
 _ENDS = 3  # blocks at the beginning, and at the end, that may keep less: they are beside an embedding and a head
 _SPANS = (1, 2, 4)  # blocks in a row that are recomputed at once, where nothing may go home
 
@@ -33,18 +32,18 @@ def plans_to_start_from(
         if host and name != "resident":  # so that no policy beats the search
             yield policy(problem.step, base, sizes)
     least = least_plan(base, blocks)
-    for plan in (least, least.changed(pooled=True)) if host else (least.with_decision(_STAYS),):
+    for plan in (least, least.changed(pooled=True)) if host else (least.with_decision(all_others("device")),):
         yield plan
         for length in _chain_lengths(len(blocks)):
             yield plan.with_decisions(_chains(blocks, length))
     if not host:  # values that cannot go home: recompute recursively, in halves of halves
-        chain = base.with_decisions([*_chains(blocks, len(blocks)), _STAYS])
+        chain = base.with_decisions([*_chains(blocks, len(blocks)), all_others("device")])
         yield from (chain.changed(span=span) for span in _SPANS)
     tiers: tuple[Choice, ...] = ("host", "device") if host else ("device",)
     for index in range(max((len(block.variants) for block in blocks), default=0)):
         for tier in tiers:
             plan = _with_variants(base.changed(lookahead=1, pooled=True), blocks, index)
-            plan = plan.with_decision(_STAYS) if tier == "device" else plan
+            plan = plan.with_decision(all_others("device")) if tier == "device" else plan
             yield plan
             for homes in (_large(sizes), list(sizes)):  # with no room to fetch ahead in the backward, or none for large ones
                 yield (plan := plan.with_decisions(waiting(homes, sizes, True)))

@@ -95,8 +95,7 @@ class CpuMemory:
     def alloc(self, name: str, filled: bool = False) -> None:
         buffer = self.schedule.buffers[name]
         if buffer.kind == "pooled":
-            self._reserve(buffer.nbytes, name)
-            self.live += buffer.nbytes
+            self.reserve(buffer.nbytes, name)
             if filled:  # by a copy; kernels bring the memory of what they make
                 self.tensors[name] = self._allocated(name)
             return
@@ -106,6 +105,10 @@ class CpuMemory:
             assert buffer.offset is not None and memory is not None
             slot = self.views[name] = view(memory, buffer.offset, self.layouts[name])
         self.tensors[name] = slot
+
+    def reserve(self, nbytes: int, name: str) -> None:
+        self._check_room(nbytes, name)
+        self.live += nbytes
 
     def _allocated(self, name: str) -> torch.Tensor:
         layout, where = self.layouts[name], self.arenas.device.device
@@ -120,13 +123,15 @@ class CpuMemory:
     def free(self, name: str) -> None:
         buffer = self.schedule.buffers[name]
         tensor = self.tensors.pop(name)
-        if buffer.kind == "pooled":
+        pooled = buffer.kind == "pooled"
+        if pooled:
             self.live -= buffer.nbytes
         own = self.unused.pop(name, tensor)
-        if self.check and self.arenas.scratch is not None and buffer.tier == "disk":
+        if not self.check:
+            return
+        if self.arenas.scratch is not None and buffer.tier == "disk":
             self.arenas.scratch.forget(tensor.data_ptr(), span_nbytes(tensor))
-        elif self.check and tensor.numel():
-            pooled = buffer.kind == "pooled"
+        elif tensor.numel():
             self._poison(own if pooled else self.views[name], buffer.tier, whole=pooled and name not in self.together)
 
     def _poison(self, tensor: torch.Tensor, tier: Tier, whole: bool) -> None:
@@ -238,7 +243,7 @@ class CpuMemory:
         return pairs
 
     def run(self, kernel: Callable[..., Any], reads: Sequence[str], writes: Sequence[str], workspace: int) -> None:
-        self._reserve(workspace, "workspace")
+        self._check_room(workspace, "workspace")
         outputs = kernel(*[self.tensors[name] for name in reads])
         for name, tensor in zip(writes, outputs, strict=True):
             buffer = self.schedule.buffers[name]
@@ -268,7 +273,7 @@ class CpuMemory:
             return tensor
         return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=tensor.device)
 
-    def _reserve(self, nbytes: int, what: str) -> None:
+    def _check_room(self, nbytes: int, what: str) -> None:
         if self.live + nbytes > self.free_nbytes:
             raise LimitError(
                 f"{what} needs {gib(nbytes)} beside {gib(self.live)} in use; the plan left {gib(self.free_nbytes)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -120,3 +121,27 @@ def test_the_newer_precisions_are_read() -> None:
     finally:
         products.fp32_precision = before
     assert trace_settings(CPU) == first
+
+
+def test_a_call_that_is_captured_goes_past_what_a_capture_needs_unless_a_stance_asks() -> None:
+    """The name of torch's function through which a call is captured, among those that each call enters."""
+    model, x = mtcompile.compile(nn.Linear(4, 1), memory="1MiB"), torch.randn(2, 4)
+
+    def entered() -> bool:
+        names = set[str]()
+        sys.setprofile(lambda frame, event, _: names.add(frame.f_code.co_name))
+        try:
+            model(x)
+        finally:
+            sys.setprofile(None)
+        assert "call" in names
+        return "compile_wrapper" in names
+
+    assert [entered() for _ in range(3)] == [True, False, False]
+    with torch.compiler.set_stance("eager_on_recompile"):
+        assert entered()
+    assert not entered()
+    torch.nn.modules.module.register_module_forward_hook(lambda *_: None).remove()
+    assert not entered()
+    model.bias.requires_grad_(False)
+    assert [entered() for _ in range(2)] == [True, False]

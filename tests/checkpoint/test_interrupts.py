@@ -47,6 +47,7 @@ def instructions(function: Callable[[], Any], interrupted: int = 0) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 has opcodes traced only if a frame asked for it before settrace
     sys.settrace(trace)
     try:
         function()

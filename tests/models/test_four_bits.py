@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mtcompile
+from mtcompile.models import decoders
+from mtcompile.models.shapes import SHAPES
 
 WIDTH, BLOCK = 64, 32
 
@@ -146,3 +148,14 @@ def test_adapters_of_peft_on_a_base_of_bitsandbytes(tmp_path: Path, nested: bool
     assert_streamed_in_four_bits(model, build(), lambda each: each(input_ids=tokens, labels=tokens).loss, 30_000)
     model.save_pretrained(tmp_path / "adapter")
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_a_base_in_four_bits_is_planned_in_them() -> None:
+    with pytest.raises(ValueError, match="expected base_bits=4 with lora="):
+        mtcompile.plan("gpt-11m", base_bits=4)
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is an extra: pip install mtcompile[qlora]")
+    options: dict[str, Any] = {"batch": 1, "seq": 64, "memory": "1GiB", "host": "4GiB", "precision": "bf16", "lora": 4}
+    full, four = (mtcompile.plan("gpt-11m", base_bits=bits, **options) for bits in (None, 4))
+    assert full.feasible and four.feasible and full.parameters == four.parameters
+    blocks = sum(p.numel() for p in decoders.fake(SHAPES["gpt-11m"]).blocks.parameters() if p.dim() == 2)
+    assert full.state_bytes - four.state_bytes == 2 * blocks - blocks // 2

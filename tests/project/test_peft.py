@@ -77,3 +77,29 @@ def test_a_peft_model_is_planned_as_it_runs() -> None:
         parts = each.ledger["device"]
         assert 4 * trained <= parts["gradients"] < 1.3 * 4 * trained and parts["optimizer"] == 2 * parts["gradients"]
     assert forecast.parameters == built.parameters == sum(p.numel() for p in lora.base(2).parameters()) + trained
+
+
+def test_dora_is_captured_whole(recwarn: pytest.WarningsRecorder) -> None:
+    """PEFT asks for the type of each weight; in parts, some gradients would differ in their last bits."""
+    lora, tokens = example("peft_lora"), torch.arange(64).view(2, 32)
+
+    def train(memory: str | None) -> tuple[Any, list[torch.Tensor]]:
+        config = lora.LoraConfig(r=4, target_modules="all-linear", use_dora=True, init_lora_weights=False)
+        base = lora.base(2)
+        torch.manual_seed(1)
+        model = lora.get_peft_model(base, config).train()
+        if memory:
+            model = mtcompile.compile(model, memory=memory)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+        losses = []
+        for _ in range(2):
+            losses.append(model(input_ids=tokens, labels=tokens).loss)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, [loss.detach() for loss in losses]
+
+    (plain, plain_losses), (model, losses) = train(None), train("1500KiB")
+    assert equal(weights(model), weights(plain)) and all(map(torch.equal, losses, plain_losses))
+    assert model.memory_report()["peak_device_bytes"] < sum(p.nbytes for p in model.parameters())
+    assert not [warning for warning in recwarn if "compiled in parts" in str(warning.message)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -20,9 +21,12 @@ from typer.testing import CliRunner
 from mtcompile import checkpoint
 from mtcompile.cli.app import app
 from mtcompile.errors import CheckpointError
+from mtcompile.models.four_bits import qlora
+from mtcompile.runtime.schedule import placed
+from mtcompile.trainer.merging import merge
 from mtcompile.trainer.recipe import Recipe, learning_rate
 from mtcompile.trainer.trainer import Row, train
-from tests.data.folders import SIZES, chats, folder_of
+from tests.data.folders import SIZES, chats, folder_of, tokenizer_of
 from tests.project.examples import equal, example
 from tests.trainer.recipes import recipe_of, refused, rows_for, rows_of
 
@@ -33,7 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def adapted_of(recipe: Recipe) -> Any:
     """The model that a user of PEFT makes."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(recipe.model).train()
+    four = {"quantization_config": qlora(), "device_map": "cpu"} if recipe.base_bits else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(recipe.model, **four).train()
     names = [name for text in recipe.lora_targets for name in text.split(",")] or "all-linear"
     options = {"lora_dropout": recipe.lora_dropout, "use_dora": recipe.dora, "task_type": "CAUSAL_LM"}
     torch.manual_seed(recipe.seed)
@@ -103,6 +108,54 @@ def test_losses_and_adapters_are_those_of_a_plain_loop_with_peft(options: dict[s
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("packed_before", "options"),
+    [
+        (False, {}),
+        pytest.param(True, {"update": "backward", "clip": 0.0}, marks=pytest.mark.long),
+        pytest.param(False, {"dora": True, "lora_dropout": 0.1}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_a_base_in_four_bits(packed_before: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    """QLoRA has the losses and adapters of PEFT and bitsandbytes, also from a folder that has 4 bits already; its base crosses
+    the link in them; and its adapter is merged into the base that has all bits."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is an extra: pip install mtcompile[qlora]")
+    config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 64, "intermediate_size": 128}, dtype="bfloat16")
+    given = {"dtype": torch.bfloat16, "config": config, "memory": "1200KiB", "save": tmp_path / "run", **options}
+    recipe = recipe_of(tmp_path, lora=4, base_bits=4, evaluate_every=2, **given)
+    trained = recipe
+    if packed_before:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(recipe.model, quantization_config=qlora(), device_map="cpu")
+        loaded.save_pretrained(tmp_path / "packed")
+        tokenizer_of().save_pretrained(tmp_path / "packed")
+        trained = replace(recipe, model=str(tmp_path / "packed"), base_bits=None)
+    rows: list[Row] = []
+
+    def report(row: Any, model: Any) -> None:
+        rows.extend([row] if isinstance(row, Row) else [])
+        copies = [(i, model.schedule.buffers[i.writes[0]]) for i in model.schedule.instructions if i.op == "copy"]
+        home = sum(i.nbytes for i, buffer in copies if i.queue == "d2h" and buffer.role == "param")
+        assert home <= sum(placed(p.nbytes) for p in model.parameters() if p.requires_grad)
+        weights = {p.dtype for name, p in model.named_parameters() if "proj.base_layer.weight" in name}
+        assert weights == {torch.uint8}
+
+    summary = train(trained, report, stop=lambda: len(rows) == 2)
+    assert summary.interrupted and summary.limiting_resource  # it was planned
+    rows += rows_of(replace(trained, resume=tmp_path / "run"))  # after an evaluation
+    losses, adapter = plain_loop(recipe)
+    saved = tmp_path / "run" / "step-00000003"
+    assert [row.loss for row in rows] == losses and equal(load_file(saved / "adapter_model.safetensors"), adapter)
+    assert equal(read(recipe, saved), adapter)
+    if packed_before:
+        with pytest.raises(ValueError, match="expected a base that is not quantized"):
+            merge(tmp_path / "run", tmp_path / "merged")
+    else:
+        merge(tmp_path / "run", tmp_path / "merged")
+        assert (tmp_path / "merged" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
 def test_a_base_or_settings_that_have_changed_are_refused(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, lora=4, save=tmp_path / "run", steps=2)
     train(replace(recipe), stop=lambda: True)
@@ -130,6 +183,12 @@ def test_adapters_that_cannot_be_are_refused(tmp_path: Path) -> None:
         folder, *given, "--lora", "4", "--lora-dropout", "1"
     )
     assert "found 'all-linear,q_proj'" in refused(folder, *given, "--lora", "4", "--lora-targets", "q_proj,all-linear")
+    assert "expected --lora RANK with --base-bits, found no --lora" in refused(folder, *given, "--base-bits", "4")
+    assert "expected --base-bits 4, or no --base-bits, found 8" in refused(folder, *given, "--lora", "4", "--base-bits", "8")
+    four = (*given, "--lora", "4", "--base-bits", "4")
+    assert "without fp32 masters" in refused(folder, *four, "--precision", "bf16-master32")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        assert 'pip install "mtcompile[qlora]"' in refused(folder, *four)
     said = refused(folder, *given, "--lora", "4", "--lora-targets", "q_proj,v_porj")
     assert "found 'v_porj'; did you mean v_proj?" in said
     output = CliRunner().invoke(app, ["train", "gpt-11m", "--lora", "4", "--device", "cpu"])

@@ -148,6 +148,8 @@ def test_a_resumed_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     assert train(replace(longer, resume=tmp_path / "run" / "step-00000002")).steps == 5
     with pytest.raises(ValueError, match="with --resume, found no --resume"):
         train(longer)
+    with pytest.raises(CheckpointError, match="expected a folder without checkpoints, or to resume from it"):
+        check(wanted)
     with pytest.raises(ValueError, match="expected --save with --save-every 2"):
         train(replace(wanted, save=None, save_every=2))
     often = replace(wanted, save=tmp_path / "often", save_every=1)
@@ -175,13 +177,19 @@ def started(
     arguments += ["--metrics", str(metrics), "--save", str(tmp_path / "run"), *more]
     command = [sys.executable, *program, "train", wanted.model, *arguments]
     env = {**os.environ, "MT_CACHE": "0", "OMP_NUM_THREADS": "1"}
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, children would ignore it too
     process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    signal.signal(signal.SIGHUP, before)
     yield process, metrics
     process.kill()
     process.communicate()
 
 
-@pytest.mark.parametrize("sent", [(signal.SIGINT,), (signal.SIGINT, signal.SIGTERM, signal.SIGINT)], ids=["once", "forwarded"])
+@pytest.mark.parametrize(
+    "sent",
+    [(signal.SIGINT,), (signal.SIGINT, signal.SIGTERM, signal.SIGINT), (signal.SIGHUP,)],
+    ids=["once", "forwarded", "terminal closed"],
+)
 def test_ctrl_c_ends_it_after_a_step_with_everything_written(
     running: tuple[subprocess.Popen[str], Path], sent: tuple[signal.Signals, ...]
 ) -> None:

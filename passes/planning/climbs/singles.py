@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from mtcompile.passes.plan import Choice, Kind, Plan
-from mtcompile.passes.planning.blocks import Block, about_homes, kept_positions
+from mtcompile.passes.planning.blocks import Block, about_homes, all_others, kept_positions, variant_decision
 from mtcompile.passes.planning.climbs.move import LAST, Move, Moved
 from mtcompile.passes.planning.climbs.moves import kept, placed
 from mtcompile.passes.planning.variants import Variant
@@ -23,7 +23,8 @@ def singles(blocks: Sequence[Block], sizes: Mapping[str, int], host: bool, most:
     exchanges = len(sizes) ** 2 // 4
     if exchanges + 2 * len(sizes) + sum(len(tiers) * len(each) for each in choices.values()) > most:
         return []
-    return [partial(_of_homes, sizes), *(partial(_of_block, block, choices[block.name], tiers) for block in blocks)]
+    rest = [_of_the_rest] if host else []
+    return [partial(_of_homes, sizes), *rest, *(partial(_of_block, block, choices[block.name], tiers) for block in blocks)]
 
 
 def _choices(block: Block) -> list[Variant]:
@@ -33,6 +34,12 @@ def _choices(block: Block) -> list[Variant]:
     every = itertools.chain.from_iterable(itertools.combinations(range(len(saved)), count) for count in few)
     others = (Variant(positions, sum(saved[i].meta["nbytes"] for i in positions), 0.0) for positions in every)
     return list({variant.positions: variant for variant in (*others, *block.variants)}.values())
+
+
+def _of_the_rest(plan: Plan) -> Iterator[Moved]:
+    """Lets all values without decisions of their own wait on the device, or at home."""
+    other: Choice = "host" if plan.activation("*") == "device" else "device"
+    yield Moved("*", LAST, lambda: plan.with_decision(all_others(other)))
 
 
 def _of_homes(sizes: Mapping[str, int], plan: Plan) -> Iterator[Moved]:
@@ -60,6 +67,10 @@ def _of_block(block: Block, choices: Sequence[Variant], tiers: Sequence[Choice],
         there = all(plan.activation(block.saved[i].name) == tier for i in now)
         if (variant.positions != now or not there) and (variant.positions or tier == "device"):
             yield Moved((variant.positions, tier), LAST, partial(kept, plan, [block], variant, tier))
+    for variant in choices if "host" in tiers else ():
+        if variant.positions != now:  # what it keeps waits where it does
+            decision = variant_decision(block.name, block.saved, variant)
+            yield Moved(variant.positions, LAST, partial(plan.with_decision, decision))
     for values, everywhere in ((block.crossing, (*tiers, "recompute")), (block.others, tiers)):
         for choice in everywhere:
             if any(plan.activation(value.name) != choice for value in values):

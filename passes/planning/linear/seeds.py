@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from mtcompile.passes.plan import Choice, Decision, Plan
-from mtcompile.passes.planning.blocks import Block, blocks_alike, variant_decision
+from mtcompile.passes.planning.blocks import Block, all_others, blocks_alike, variant_decision
 from mtcompile.passes.planning.disk.spacing import spaced
 from mtcompile.passes.planning.linear.relaxation import Infeasible, Relaxation, Relaxed
 from mtcompile.passes.planning.linear.variables import Option
@@ -135,7 +135,7 @@ class Rounding:
         decisions += [Decision("fetch", home, "keep", sizes[home]) for home in on_host if home in staying]
         if any(values[again] > 0.0 for again in relaxed.choices.again.values()):
             # What a call makes again waits for the backward where it is.
-            decisions.append(Decision("activation", "*", "device", 0))
+            decisions.append(all_others("device"))
         for members in self._alike:
             totals: dict[Option, float] = defaultdict(float)
             away = round(sum(relaxed.away(block.index) for block in members))

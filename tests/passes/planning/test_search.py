@@ -64,11 +64,13 @@ def test_the_better_half_of_the_climbs_goes_on(evaluations: int) -> None:
 def test_it_ends_where_no_more_can_be_gained_than_it_costs() -> None:
     start = _evaluated(Plan(span=5))
     for bound_us, steps, gain, goes_on in (
-        *((0.0, 1000, 0.0, True), (994.9, 1000, 0.0, False), (994.9, 10**6, 0.0, True), (995.0, 10**6, 0.0, False)),
+        *((0.0, 1000, 0.0, True), (994.9, 50, 0.0, False), (994.9, 1000, 0.0, True), (995.0, 10**6, 0.0, False)),
         *((980.0, 1000, 0.01, True), (990.0, 10**6, 0.01, False)),
     ):
         found, count = _search([start], Effort(4, 100, True, steps, gain), bound_us)
         assert (count > 0) == goes_on == (found[0].span > start.span)
+    little, much = (_search([start], Effort(4, 100, True, 1000, 0.0), bound_us)[1] for bound_us in (994.9, 0.0))
+    assert little < much
 
 
 def _without_fetches(most: int) -> Callable[[Plan, Plan, int], Plan | None]:

@@ -159,12 +159,14 @@ def test_a_move_of_one_decision_changes_that_alone_and_together_they_reach_all(h
 
 def test_homes_on_both_tiers_are_exchanged_and_stay_or_do_not() -> None:
     sizes = {"a": 8, "b": 16, "c": 24}
-    (kind,) = singles([], sizes, True, 100)
+    kind, rest = singles([], sizes, True, 100)
     plan = Plan(Decisions([Decision("params", "a", "device", 8), *(Decision("params", home, "host", 8) for home in "bc")]))
     reached = {moved.name: moved.make() for moved in kind(plan)}
     assert reached.keys() == {"a", "b", "c", ("b", "stays"), ("c", "stays"), ("a", "b"), ("a", "c")}
     assert reached["a", "c"].tiers(sizes) == ["host", "host", "device"]
     assert reached["b", "stays"].stays("b") and not plan.stays("b")
+    (moved,) = rest(plan)
+    assert (plan.activation("x"), moved.make().activation("x")) == ("host", "device")
 
 
 def test_the_host_casts_all_or_none_or_shares_of_the_weights_it_may() -> None:
