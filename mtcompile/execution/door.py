@@ -43,6 +43,7 @@ class Door(RunnablePlacement, Protocol):
     alone: bool = True  # no other rank takes part in its steps
     ranks_here: int = 1  # processes of this host that train the model together; ``host=`` is for all of them
     host_beside: int = 0  # host bytes beside the step that was planned last: of parameters that it does not read
+    planned_process_nbytes: int = 0  # resident in this process once the first plan has all its memory
 
     @property
     def effort(self) -> str:

@@ -31,7 +31,7 @@ from mtcompile.execution.plain.sizes import CallSize, size_of_call, tensors_in
 from mtcompile.execution.plain.steps import PlainSteps, may_be_plain
 from mtcompile.execution.program import Collector, DifferentMicroBatches, MicroBatchCalls, NotCompared, Program, refuse_tangents
 from mtcompile.execution.session import Session
-from mtcompile.machine.device import free_nbytes, peak_reserved_nbytes, reservable_nbytes
+from mtcompile.machine.device import free_nbytes, peak_reserved_nbytes, process_nbytes, reservable_nbytes
 from mtcompile.optim.calling_trainer import CallingTrainer, accelerate_goes_on, calling_trainer
 from mtcompile.optim.wholeness import is_running, parameters_of
 from mtcompile.options import Options
@@ -369,6 +369,8 @@ class CompiledModel:
             "budget_host_bytes": self.door.options.host,
             "peak_host_bytes": session.peak_host_bytes * here,
             "planned_peak_host_bytes": session.arenas.planned_nbytes["host"] * here,
+            "process_bytes": process_nbytes(),
+            "planned_process_bytes": self.door.planned_process_nbytes,
             **self._disk_report(),
             **({} if session.replanner is None else {"plan_changes": list(session.replanner.changes)}),
             "state_bytes": sum(state.values()),

@@ -21,6 +21,7 @@ from mtcompile.execution.memory import disk_room, fragments
 from mtcompile.execution.memory.host_room import check_plan, checked_before_first_step
 from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
+from mtcompile.machine.device import process_nbytes
 from mtcompile.optim.backward.checks import updates_by_parameter
 from mtcompile.optim.backward.finite import DeviceFlags
 from mtcompile.optim.backward.update import UpdatesInBackward
@@ -273,7 +274,8 @@ class ModelDoor(Door):
         tiers = {block: planned.plan.params(block) for block in blocks.values()}
         if not self.parameters.slabs:
             held = self.state_nbytes() | {"pinned ahead": self.pinned_ahead_nbytes(), "on disk": -self._loaded_nbytes()}
-            check_plan(planned.schedule, held, self.device.where.type == "cpu")
+            added = check_plan(planned.schedule, held, self.device.where.type == "cpu")
+            self.planned_process_nbytes = process_nbytes() + added
         if planned.plan.peak_bytes.get("disk", 0):
             self._open_disk(step, planned)
         self.parameters.adopt(blocks, tiers, dict(self._model().named_parameters()))

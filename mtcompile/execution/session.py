@@ -32,6 +32,7 @@ from mtcompile.execution.memory.shortage import with_retry
 from mtcompile.execution.runner import PhaseRun, Runner, without_autocast
 from mtcompile.execution.unchanged import check_unchanged, check_versions
 from mtcompile.kernels.toolchain import chosen_kernels, toolchain_for
+from mtcompile.machine.device import process_nbytes
 from mtcompile.options import Options
 from mtcompile.passes.generators import rng_preserved, set_generator_state
 from mtcompile.passes.joint.exceptions import BIT_EQUAL, DIFFERENTIATED
@@ -40,6 +41,7 @@ from mtcompile.passes.planning.problem import leaves_room
 from mtcompile.references import weakly
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk.errors import DiskError
+from mtcompile.runtime.pages import give_back
 from mtcompile.runtime.schedule import Schedule, gib
 from mtcompile.runtime.trace import Trace, moved_nbytes
 
@@ -389,6 +391,8 @@ class Session:
         self.door.updates_failed()
 
     def step_ran(self, frame: Frame) -> None:
+        if self.door.on_disk_nbytes() and process_nbytes() > self.door.planned_process_nbytes:
+            give_back()  # as much as the host was told to hold is used, and the C library keeps more
         compiled, trace = frame.compiled, Trace(tuple(frame.records), "measured")
         exact = self.device.where.type == "cpu" or self.wants_device_times(compiled)  # else: when work was issued
         self.last_trace, self.last_ran = trace, (compiled.schedule, trace)

@@ -59,6 +59,11 @@ def _set_up_allocator() -> None:
         torch_private.expand_segments()
 
 
+def process_nbytes() -> int:
+    """Returns the bytes that this process has in RAM, libraries and all."""
+    return int(psutil.Process().memory_info().rss)
+
+
 def host_room(root: Path = Path("/")) -> tuple[str, int] | None:
     """Returns what limits the host memory that this process may still take, a control group or the machine, and how many bytes
     that is, less a reserve; None where the system does not say."""

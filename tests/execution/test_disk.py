@@ -352,3 +352,19 @@ def test_a_weight_on_disk_that_is_to_train_is_refused(tmp_path: Path) -> None:
     model.requires_grad_(True)
     with pytest.raises(CaptureError, match="is on disk, where only frozen weights"):
         model(torch.randn(16, WIDTH))
+
+
+@pytest.mark.slow
+def test_the_process_holds_about_what_its_report_says(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(1408, 1408) for _ in range(16)))  # of 8 MiB each, which the C library would keep
+    optimizer = torch.optim.AdamW(plain.parameters())
+    options: dict[str, Any] = {"memory": "40MiB", "host": "100MiB", "disk": f"{tmp_path}:1GiB", "update": "backward"}
+    model = mtcompile.compile(plain, optimizer=optimizer, **options)
+    for _ in range(3):
+        model(torch.randn(4, 1408)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = model.memory_report()
+    assert 0 < report["process_bytes"] <= report["planned_process_bytes"] + (30 << 20)
+    model.close()

@@ -34,13 +34,14 @@ def host_arena(on: Device, nbytes: int, what: str, way: str) -> torch.Tensor:
     return arena
 
 
-def check_plan(schedule: Schedule, state_nbytes: Mapping[str, int], emulated: bool) -> None:
-    """Raises BudgetError if there is no room for what a model's first plan takes beside its weights and state, of which all
-    but gradients are there. ``emulated``: its device is host memory too."""
+def check_plan(schedule: Schedule, state_nbytes: Mapping[str, int], emulated: bool) -> int:
+    """Returns the bytes that a model's first plan takes beside its weights and state, of which all but gradients are there.
+    Raises BudgetError if there is no room for them. ``emulated``: its device is host memory too."""
     held_nbytes = sum(nbytes for name, nbytes in state_nbytes.items() if name != "gradients")
     total = schedule.peak_nbytes.get("host", 0) + (schedule.peak_nbytes.get("device", 0) if emulated else 0)
     ways = 'pass update="backward" (no gradients are held), disk="/path:SIZE"' + (" or a smaller memory=" if emulated else "")
     check_room(total - held_nbytes, "gradients, optimizer state and what else this plan adds", ways)
+    return total - held_nbytes
 
 
 class Watchdog:
