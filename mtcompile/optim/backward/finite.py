@@ -139,15 +139,19 @@ class DeviceFlags:
                 return min(place for place, flag in zip(block.places, flags, strict=True) if flag)[1]
         return None
 
-    def have_updated(self) -> bool:
-        """Tells whether updates behind these flags have changed anything, once they are at home."""
-        if self._nonfinite == "stop" and self.first() in next(iter(self._blocks), ()):
-            return False
+    def outcome(self) -> tuple[bool, list[str]]:
+        """Tells whether updates behind these flags have changed anything, and names the parameters whose updates they have
+        forbidden, once they are at home."""
+        refused, forbidden, blocks = False, list[str](), list(self._blocks.items())  # the thread that issues goes on
         try:
             self.check_losses()
         except StepError:
-            return False
-        return bool(self._blocks)
+            refused = True
+        for names, block in blocks:
+            flags = self._home[block.start : block.start + len(block.places)]
+            refused |= self._nonfinite == "stop" and bool(flags.any())
+            forbidden += names if refused else ()
+        return len(forbidden) < sum(len(names) for names, _ in blocks), forbidden
 
     def end(self) -> None:
         """Forgets the backward."""

@@ -108,7 +108,7 @@ class Backward:
             flags.wait()
         flags.check_losses()
         if (wait or self.options.nonfinite == "stop") and (name := flags.first()) is not None:
-            self._note_updated(flags.have_updated())
+            self._note_updated(flags.outcome()[0])
             _stop_or_warn(self, name)
 
     def _note_updated(self, changed: bool) -> None:
@@ -120,7 +120,10 @@ class Backward:
         if self.flags is not None:
             try:
                 self.flags.wait()
-                self._note_updated(self.flags.have_updated())
+                changed, forbidden = self.flags.outcome()
+                self._note_updated(changed)
+                unchanged = [self.parameters[name] for name in forbidden]
+                self._put_back({parameter: self.flagged[parameter] for parameter in unchanged if parameter in self.flagged})
             except RuntimeError:  # the device has failed
                 self._note_updated(bool(self.flagged))
             self.flags.end()
@@ -139,15 +142,18 @@ class Backward:
         self.end_flags()
         if self.has_updated or carried:
             return False
-        for parameter, entry in (self.flagged | self.entries).items():
+        self._put_back(self.flagged | self.entries)
+        self.entries.clear()
+        self.flagged.clear()
+        return True
+
+    def _put_back(self, entries: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        for parameter, entry in entries.items():
             if entry:
                 self.optimizer.state[parameter].clear()
                 self.optimizer.state[parameter].update(entry)
             else:
                 self.optimizer.state.pop(parameter, None)
-        self.entries.clear()
-        self.flagged.clear()
-        return True
 
 
 def summed(backward: Backward, names: Sequence[str], grads: Sequence[Tensor]) -> list[Tensor]:
