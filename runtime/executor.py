@@ -181,7 +181,7 @@ class PhaseOptions:
     into the compute queue, when ``execute`` returns. ``paced``: the microseconds that each takes at least, as on a slower
     device (``_Clock``). ``previous``: the queue that the previous step deferred, which this phase drains too. ``deferred``:
     takes what queue host has not finished, so that the phase does not wait for it. ``named``: makes a context for each copy
-    and run, in which a profiler shows it by its name.
+    and run, in which a profiler shows it by its name. ``issued``: called when queue compute has been issued to its end.
     """
 
     delays: Delays | None = None
@@ -190,6 +190,7 @@ class PhaseOptions:
     previous: DeferredQueue | None = None
     deferred: DeferredQueue | None = None
     named: Callable[[Instruction], AbstractContextManager[object]] | None = None
+    issued: Callable[[], None] = lambda: None
 
 
 def execute(
@@ -262,6 +263,8 @@ class _PhaseRun:
                 worker.start()
             if "compute" in lanes:
                 self._drain("compute")
+            if progress.failure is None:
+                self.options.issued()
         except BaseException as error:  # what is called here could be interrupted in turn
             stopped = error
         while not self.drained:

@@ -164,6 +164,10 @@ class Door(RunnablePlacement, Protocol):
         """Sends parameters on the device to the host, where that may be done now."""
         return
 
+    def backward_issued(self) -> None:
+        """Called when all kernels of a backward have been issued. What it raises ends the backward."""
+        return
+
     def updates_failed(self) -> None:
         """Called when updates that the last backward left to run have failed."""
         return

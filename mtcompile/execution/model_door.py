@@ -23,6 +23,7 @@ from mtcompile.execution.memory.parameters import ParameterStore
 from mtcompile.execution.placement import budget_error, conversions, disk_error, host_error, random_reserve_nbytes
 from mtcompile.machine.device import process_nbytes
 from mtcompile.optim.backward.checks import updates_by_parameter
+from mtcompile.optim.backward.finite import DeviceFlags
 from mtcompile.optim.backward.update import UpdatesInBackward
 from mtcompile.optim.disk_state import PIECE, DiskState, OnDisk
 from mtcompile.optim.master_weights import Masters, cast
@@ -36,6 +37,7 @@ from mtcompile.passes.joint.build import InputHomes
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, PlanningProblem
 from mtcompile.references import weakly, with_hooks
 from mtcompile.runtime.devices.arena import overlaps, span_nbytes
+from mtcompile.runtime.devices.cuda import CudaDevice
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import shares_storage
@@ -63,6 +65,8 @@ class ModelDoor(Door):
         self.updates: UpdatesInBackward | None = None
         if options.updates is not None:
             self.updates = UpdatesInBackward(model, options.updates, self.masters, self.wholeness, device.where)
+            if self.alone and isinstance(device, CudaDevice):  # ranks fail together, before their first exchange
+                self.updates.flags = DeviceFlags(device)
         elif self.masters is not None:
             self.masters.updating = self.wholeness.updating
         self.disk: DiskState | None = None
@@ -371,6 +375,10 @@ class ModelDoor(Door):
 
     def may_run_again(self) -> bool:
         return self.updates is None or not self.updates.has_updated
+
+    def backward_issued(self) -> None:
+        if self.updates is not None:
+            self.updates.all_issued()
 
     def updates_failed(self) -> None:
         if self.updates is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -60,6 +60,9 @@ class Listener(Protocol):
 
     def step_ran(self, frame: Frame) -> None:
         """Called when a whole step has run, including updates that continued during the next forward."""
+
+    def backward_issued(self) -> None:
+        """Called when all kernels of a backward have been issued. What it raises ends the backward."""
 
     def updates_failed(self) -> None:
         """Called when updates have failed that a backward had left to run during the next forward."""
@@ -242,6 +245,8 @@ class Runner:
         deferred = DeferredQueue() if phase == "backward" and compiled.schedule.run_ahead else None
         previous = None if pending is None else pending.queue
         options = PhaseOptions(delays, fence, self._pace(compiled), previous, deferred, named if profiler_runs() else None)
+        if phase == "backward":
+            options = replace(options, issued=self.listener.backward_issued)
         began_us = max((r.end_us for r in frame.records), default=0.0)
         if phase == "forward":  # whole steps only: the profiler must see the allocation of whatever the backward frees
             frame.measured = knobs.check() or not compiled.settled

@@ -384,6 +384,9 @@ class Session:
             self.note_host_bytes(compiled)
             self._noted_host = None if frame.measured else compiled  # again when the optimizer has made its state
 
+    def backward_issued(self) -> None:
+        self.door.backward_issued()
+
     def updates_failed(self) -> None:
         self.door.updates_failed()
 

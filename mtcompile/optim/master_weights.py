@@ -324,9 +324,17 @@ class Masters:
             parameter.grad = grad
         self._hidden_gradients = []
 
-    def update(self, optimizer: torch.optim.Optimizer, rows: Sequence[Row], scale: float, checked: bool = False) -> int | None:
+    def update(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rows: Sequence[Row],
+        scale: float,
+        checked: bool = False,
+        found: Tensor | None = None,
+    ) -> int | None:
         """Updates parameters, after ``check``; ``scale``: the factor of gradients. ``checked``: returns the position of the
-        first one whose gradient is not finite, if there is one, and then has changed nothing; None otherwise."""
+        first one whose gradient is not finite, if there is one, and then has changed nothing; None otherwise. ``found``: of
+        parameters on a device, as of ``device_kernels.apply_all``."""
         remainders = (self.by_parameter[id(parameter)].remainder for parameter, _, _ in rows)
         prepared = [prepared_update(optimizer, row, rest, scale) for row, rest in zip(rows, remainders, strict=True)]
         tasks = [(update, operands) for update, operands, _ in prepared]
@@ -336,8 +344,7 @@ class Masters:
         else:
             if checked and (position := host_kernels.nonfinite([operands.grad for _, operands in tasks])) is not None:
                 return position
-            for update, operands in sorted(tasks, key=lambda task: -task[1].weight.numel()):  # the largest covers launches
-                device_kernels.apply(update, operands)
+            device_kernels.apply_all(tasks, found)
         for (parameter, _, _), (_, _, new) in zip(rows, prepared, strict=True):
             self._has_updated(optimizer, parameter, new)
         return None
@@ -390,11 +397,13 @@ class Masters:
         """Updates parameters where ``fetched`` has brought them, and takes them home again; else as ``update``."""
         if checked and (position := host_kernels.nonfinite(grads)) is not None:
             return position
+        tasks = []
         for each, grad in zip(parameters, grads, strict=True):
             weight, remainder, *states = each.there
             update = written_update(optimizer, each.parameter, each.group, scale)
-            kernels = host_kernels if weight.device.type == "cpu" else device_kernels
-            kernels.apply(update, Operands(weight, flat(grad.detach()), tuple(states), remainder))
+            tasks.append((update, Operands(weight, flat(grad.detach()), tuple(states), remainder)))
+        kernels = host_kernels if grads[0].device.type == "cpu" else device_kernels
+        kernels.apply_all(tasks)
         copy([pair for each in parameters for pair in zip(each.at_home, each.there, strict=True)], False)
         if knobs.check() and grads[0].device.type != "cpu":  # checksums read what has come home
             torch.cuda.current_stream(grads[0].device).synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -258,6 +259,11 @@ def is_last_hook(hook: Any) -> bool:
 def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
     """The norm of a gradient as ``clip_grad_norm_`` computes it. On a GPU its sum has another order than ``vector_norm``'s."""
     return torch._foreach_norm([gradient])[0]
+
+
+def largest_magnitudes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The largest magnitude in each tensor of one dtype and device, NaN if there is one. On a GPU one kernel looks at all."""
+    return list(torch._foreach_norm(list(tensors), math.inf))
 
 
 def total_norm(norms: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> torch.Tensor:

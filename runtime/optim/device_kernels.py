@@ -11,6 +11,8 @@ bits before one is used.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,42 +22,77 @@ from mtcompile.runtime.optim import host_kernels
 from mtcompile.runtime.optim.formula import Update, adamw, sgd
 from mtcompile.runtime.optim.operands import Operands, split
 
+_ALIGNED = 16  # bytes and elements
 _PROOF = 2**17  # values of each kind
 
 
 def apply(update: Update, operands: Operands) -> None:
-    """Update the operands in place. Raises ValueError for operands that are not those of the update or not on a GPU, and for
-    an optimizer without a kernel; RuntimeError where triton is not installed."""
+    """Update the operands in place. Errors: as of ``apply_all``."""
+    apply_all([(update, operands)])
+
+
+def apply_all(tasks: Sequence[tuple[Update, Operands]], found: Tensor | None = None) -> None:
+    """Update the operands of all tasks in place, by one launch for those with equal scalars, dtypes and alignment. ``found``:
+    fp32 on the device; nothing is written where it is not 0 by then. Version counters rise in any case.
+
+    Raises ValueError, before anything is written, for operands that are not those of their update or not on a GPU, and for an
+    optimizer without a kernel; RuntimeError where triton is not installed."""
     try:
         import triton
 
         from mtcompile.runtime.optim import triton_kernels
     except ImportError as error:
         raise RuntimeError('expected triton to be installed, try: pip install "mtcompile[triton]"') from error
-    if update.kind == "adam":
-        raise ValueError("expected AdamW or SGD on a GPU, found Adam, which has no kernel there; try AdamW")
-    device = operands.weight.device
-    operands.check(update.state_names, device)
-    if device.type != "cuda" and not (device.type == "cpu" and triton.knobs.runtime.interpret):
-        raise ValueError(f"expected tensors on a GPU, found them on {device}; try mtcompile.runtime.optim.host_kernels")
-    kernel: Any = triton_kernels.adamw
-    options = {"SPLIT": operands.remainder is not None, "HALF": operands.grad.dtype == torch.bfloat16}
-    if update.kind != "adamw":
-        kernel, options = triton_kernels.sgd, options | {"NESTEROV": update.nesterov, "FIRST": update.first}
-    if count := operands.weight.numel():
-        with torch.cuda.device_of(operands.weight):  # Triton launches on the current device
-            kernel[(triton.cdiv(count, triton_kernels.BLOCK),)](
-                _plane(operands.weight),
-                _plane(operands.grad),
-                *(state.detach() for state in operands.states),
-                operands.remainder,
-                count,
+    launches: dict[Any, list[Operands]] = {}
+    for update, operands in tasks:
+        if update.kind == "adam":
+            raise ValueError("expected AdamW or SGD on a GPU, found Adam, which has no kernel there; try AdamW")
+        device = operands.weight.device
+        operands.check(update.state_names, device)
+        if device.type != "cuda" and not (device.type == "cpu" and triton.knobs.runtime.interpret):
+            raise ValueError(f"expected tensors on a GPU, found them on {device}; try mtcompile.runtime.optim.host_kernels")
+        if operands.weight.numel():
+            alignment = _ALIGNED if _is_aligned(operands) else 1
+            launches.setdefault((update, operands.layout, alignment, device), []).append(operands)
+    for (update, layout, alignment, device), alike in launches.items():
+        kernel: Any = triton_kernels.adamw
+        options = {"SPLIT": layout != "fp32", "HALF": layout == "split, bf16 gradient"}
+        if update.kind != "adamw":
+            kernel, options = triton_kernels.sgd, options | {"NESTEROV": update.nesterov, "FIRST": update.first}
+        table, programs = _table(alike, triton_kernels.BLOCK)
+        with torch.cuda.device_of(alike[0].weight):  # Triton launches on the current device
+            kernel[(programs,)](
+                table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True),
+                len(alike),
+                found,
                 *update.scalars,
                 **options,
+                ALIGNED=alignment,
+                WIDTH=triton.next_power_of_2(len(alike)),
                 BLOCK=triton_kernels.BLOCK,
                 enable_fp_fusion=False,
             )
-    operands.count_writes()
+    for _, operands in tasks:
+        operands.count_writes()
+
+
+def _table(tasks: Sequence[Operands], block: int) -> tuple[Tensor, int]:
+    """Returns the table of ``triton_kernels``, and the number of its programs."""
+    columns, programs = list[tuple[int, ...]](), 0
+    for operands in tasks:
+        columns.append((programs, operands.weight.numel(), *_addresses(operands)))
+        programs += -(-operands.weight.numel() // block)
+    return torch.tensor(columns, dtype=torch.int64).t().contiguous(), programs
+
+
+def _addresses(operands: Operands) -> list[int]:
+    tensors = (operands.weight, operands.grad, operands.states[0], operands.states[-1], operands.remainder)
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _is_aligned(operands: Operands) -> bool:
+    """Tells whether a kernel may load several elements at once, as from the memory of whole parameters."""
+    return not any(number % _ALIGNED for number in (operands.weight.numel(), *_addresses(operands)))
 
 
 @functools.cache
@@ -84,12 +121,11 @@ def _same_bits(device: torch.device, update: Update, grad_dtype: torch.dtype) ->
     weight, remainder = split(rows[0])
     here = [weight, remainder, rows[1].to(grad_dtype, copy=True), *(row.clone() for row in rows[2:])]
     there = [tensor.to(device, copy=True) for tensor in here]
-    apply(update, Operands(there[0], there[2], tuple(there[3:]), there[1]))
+    cuts = (0, _PROOF // 2, _PROOF // 2 + 33, _PROOF)  # parameters of many programs, of one, of an odd number of elements
+    tensors = [[tensor[start:end] for tensor in there] for start, end in itertools.pairwise(cuts)]
+    unchanged = torch.ones(1, device=device)
+    tasks = [(update, Operands(weight, grad, tuple(states), rest)) for weight, rest, grad, *states in tensors]
+    apply_all(tasks, found=unchanged)
+    apply_all(tasks, found=unchanged - 1)
     host_kernels.apply(update, Operands(here[0], here[2], tuple(here[3:]), here[1]))
     return all(torch.equal(a.view(torch.uint8), b.cpu().view(torch.uint8)) for a, b in zip(here, there, strict=True))
-
-
-def _plane(tensor: Tensor) -> Tensor:
-    """The tensor as the kernels take it: a 16-bit plane as int16."""
-    tensor = tensor.detach()
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor

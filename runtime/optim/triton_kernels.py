@@ -3,6 +3,9 @@
 16-bit planes come as int16: only their bits are used. Integers wrap, as in C. ``/`` and ``tl.sqrt`` are approximations on
 NVIDIA GPUs, ``div_rn`` and ``sqrt_rn`` are not. A Triton kernel takes pointers and numbers, no objects: hence the long
 parameter lists, the scalars in the order of ``formula.py``.
+
+One launch updates several parameters, ``width`` of them. ``table``: for each, in rows, the first program and the elements, then
+the addresses of weight, gradient, first and last state, and remainder. ``found``: where it is not 0, nothing is changed.
 """
 
 from __future__ import annotations
@@ -11,6 +14,25 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024  # elements of a program
+
+
+@triton.jit
+def _place(table, width, found, ALIGNED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The column of the parameter that this program updates, where its elements are, and which of them to update."""
+    columns = tl.arange(0, WIDTH)
+    firsts = tl.load(table + columns, mask=columns < width, other=1 << 62)
+    column = tl.sum((firsts <= tl.program_id(0)).to(tl.int32)) - 1
+    at = (tl.program_id(0) - tl.load(table + column)) * BLOCK + tl.arange(0, BLOCK)
+    elements = tl.load(table + width + column)
+    if found is not None:
+        elements = tl.where(tl.load(found) == 0.0, elements, 0)
+    return column, at, at < tl.multiple_of(elements, ALIGNED)
+
+
+@triton.jit
+def _address(table, width, row: tl.constexpr, column, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    address = tl.load(table + row * width + column)
+    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGNED)
 
 
 @triton.jit
@@ -54,13 +76,17 @@ def _set_state(state, at, inside, x):
 
 @triton.jit
 def adamw(
-    weight, grad, m_at, v_at, remainder, count,
+    table, width, found,
     scale, keep, decay, take1, beta2, take2, size, rise, eps,
-    SPLIT: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Updates by AdamW. ``decay`` is Adam's, not used here."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
+    column, at, inside = _place(table, width, found, ALIGNED, WIDTH, BLOCK)
+    weight = _address(table, width, 2, column, tl.int16 if SPLIT else tl.float32, ALIGNED)
+    grad = _address(table, width, 3, column, tl.int16 if HALF else tl.float32, ALIGNED)
+    m_at = _address(table, width, 4, column, tl.float32, ALIGNED)
+    v_at = _address(table, width, 5, column, tl.float32, ALIGNED)
+    remainder = _address(table, width, 6, column, tl.int16, ALIGNED)
     w = _weight_at(weight, remainder, at, inside, SPLIT)
     g = _grad_at(grad, at, inside, HALF) * scale
     m = tl.load(m_at + at, mask=inside, other=0.0)
@@ -77,12 +103,16 @@ def adamw(
 
 @triton.jit
 def sgd(
-    weight, grad, buffer, remainder, count,
+    table, width, found,
     scale, decay, momentum, take, lr,
-    NESTEROV: tl.constexpr, FIRST: tl.constexpr, SPLIT: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    NESTEROV: tl.constexpr, FIRST: tl.constexpr,
+    SPLIT: tl.constexpr, HALF: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
+    column, at, inside = _place(table, width, found, ALIGNED, WIDTH, BLOCK)
+    weight = _address(table, width, 2, column, tl.int16 if SPLIT else tl.float32, ALIGNED)
+    grad = _address(table, width, 3, column, tl.int16 if HALF else tl.float32, ALIGNED)
+    buffer = _address(table, width, 4, column, tl.float32, ALIGNED)
+    remainder = _address(table, width, 6, column, tl.int16, ALIGNED)
     w = _weight_at(weight, remainder, at, inside, SPLIT)
     g = _grad_at(grad, at, inside, HALF) * scale
     g = g + decay * w

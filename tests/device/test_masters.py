@@ -12,6 +12,7 @@ from torch import nn
 
 import mtcompile
 from mtcompile.errors import StepError
+from mtcompile.optim.backward.finite import nonfinite_flags
 from mtcompile.runtime.optim.host_kernels import nonfinite
 from tests.device.models import make
 from tests.device.reference import on
@@ -82,6 +83,9 @@ def test_every_value_that_is_not_finite_is_found(dtype: torch.dtype, device: tor
         torch.full((5, 7), -largest, dtype=dtype).t(),
     ]
     assert nonfinite([each.to(device) for each in good]) is None
+    mixed = [*good, torch.ones(2, dtype=torch.float64)]
+    order, flags = nonfinite_flags([each.to(device) for each in mixed])
+    assert sorted(order) == [0, 2, 3, 4] and not flags.any()
     for position in (0, 2, 3):
         for bad in (math.inf, -math.inf, math.nan):
             for last in (False, True):
@@ -89,5 +93,7 @@ def test_every_value_that_is_not_finite_is_found(dtype: torch.dtype, device: tor
                 at = tuple(size - 1 if last else 0 for size in gradients[position].shape)
                 gradients[position][at] = bad
                 assert nonfinite(gradients) == position
+                order, flags = nonfinite_flags(gradients)
+                assert [order[place] for place, flag in enumerate(flags.tolist()) if flag == 1.0] == [position]
                 gradients[3][2, 2] = math.nan
                 assert nonfinite(gradients) == position

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from mtcompile.errors import StepError
 from mtcompile.optim.backward.kernels import Backward
 from mtcompile.runtime.devices.arena import span_nbytes
 
-_LEAST_SCALE = 256.0  # a loss multiplied by a power of two from here on is taken to come from a GradScaler
 # Their update of a parameter reads nothing of another one.
 _BY_PARAMETER = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
@@ -75,24 +73,6 @@ def check_parameters(parameters: Mapping[str, nn.Parameter], adds_up: bool) -> N
             raise StepError(f'{name} has a gradient already; with update="backward" there are none. Set it to None first')
         if parameter._backward_hooks or torch_private.accumulation_hooks(parameter):
             raise StepError(f'{name} has a gradient hook, which update="backward" would not call; remove it')
-
-
-def check_loss(outputs: Sequence[Tensor | None], tangents: Sequence[Tensor | None], nonfinite: str) -> None:
-    """Raise StepError for a scaled loss, and for one that is not finite where ``nonfinite`` is "stop"."""
-    for output, tangent in zip(outputs, tangents, strict=True):
-        if tangent is None or tangent.numel() != 1:
-            continue
-        factor = abs(float(tangent))
-        if factor >= _LEAST_SCALE and math.frexp(factor)[0] == 0.5:
-            raise StepError(
-                f'the loss was multiplied by {factor:g}, as a GradScaler does; with update="backward" gradients are used '
-                'as they arrive. Leave the scaler out, which bf16 and fp32 do not need, or use update="step"'
-            )
-        if nonfinite == "stop" and output is not None and not bool(torch.isfinite(output).all()):
-            raise StepError(
-                f"the loss is {float(output)}; nothing was changed. Skip this batch (del loss), or pass "
-                'nonfinite="skip" or "continue"'
-            )
 
 
 def check_step(backward: Backward, optimizer: torch.optim.Optimizer) -> None:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from mtcompile.errors import StepError
+from mtcompile.optim.backward.finite import DeviceFlags
 from mtcompile.optim.disk_state import REMAINDER, DiskState, OnDisk, Staged
 from mtcompile.optim.master_weights import Copy, Fetched, Masters
 from mtcompile.optim.update_options import UpdateOptions
-from mtcompile.optim.written_update import count_step, norm_in_fp32
+from mtcompile.optim.written_update import Row, count_step, norm_in_fp32
 from mtcompile.passes.step_graph import Fragment, fetch_state, gradient_norms, gradient_scale, update
 from mtcompile.runtime.optim import host_kernels
 from mtcompile.torch_private import Clipping, gradient_norm, total_norm
@@ -67,7 +68,8 @@ class Backward:
     ``carried_nbytes``: of the disk, then. ``clipping``: for a loop that clips; ``notes_norms``: whether it wants norms of
     gradients whose updates do not need them. ``sums``: by the names of parameters, of gradients of backwards before this one in
     its step; ``added``: the parameters and fragments whose gradients are in them now. ``fetched``: by names,
-    parameters at home on the host that have come to the device for their update.
+    parameters at home on the host that have come to the device for their update. ``flags``: of the device, where it runs behind
+    its threads; ``flagged``: of parameters whose updates there read them, their entries in the optimizer before.
     """
 
     number: int
@@ -94,6 +96,38 @@ class Backward:
     notes_norms: bool = False
     carried_nbytes: int = 0
     fetched: dict[tuple[str, ...], list[Fetched]] = field(default_factory=dict)
+    flags: DeviceFlags | None = None
+    flagged: dict[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+
+    def stop_if_refused(self, wait: bool = False) -> None:
+        """Raises StepError for a loss, or a gradient on the device, whose flag is at home and says that it may not be used; or
+        warns, as asked. ``wait``: for all flags."""
+        if (flags := self.flags) is None:
+            return
+        if wait:
+            flags.wait()
+        flags.check_losses()
+        if (wait or self.options.nonfinite == "stop") and (name := flags.first()) is not None:
+            self._note_updated(flags.outcome()[0])
+            _stop_or_warn(self, name)
+
+    def _note_updated(self, changed: bool) -> None:
+        if changed:  # not |=, beside threads that set it
+            self.has_updated = True
+
+    def end_flags(self) -> None:
+        """Notes whether updates on the device have changed anything, once all that was issued there has run."""
+        if self.flags is not None:
+            try:
+                self.flags.wait()
+                changed, forbidden = self.flags.outcome()
+                self._note_updated(changed)
+                unchanged = [self.parameters[name] for name in forbidden]
+                self._put_back({parameter: self.flagged[parameter] for parameter in unchanged if parameter in self.flagged})
+            except RuntimeError:  # the device has failed
+                self._note_updated(bool(self.flagged))
+            self.flags.end()
+            self.flags = None
 
     def begin_on_disk(self, disk: DiskState, parameter: nn.Parameter) -> None:
         """Notes that an update of a parameter on disk begins."""
@@ -105,16 +139,21 @@ class Backward:
         """Puts entries in the optimizer back if nothing has been changed but these. Tells whether that is so. No write is under
         way."""
         carried = self.disk is not None and self.entries and self.disk.store.carried_nbytes != self.carried_nbytes
+        self.end_flags()
         if self.has_updated or carried:
             return False
-        for parameter, entry in self.entries.items():
+        self._put_back(self.flagged | self.entries)
+        self.entries.clear()
+        self.flagged.clear()
+        return True
+
+    def _put_back(self, entries: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        for parameter, entry in entries.items():
             if entry:
                 self.optimizer.state[parameter].clear()
                 self.optimizer.state[parameter].update(entry)
             else:
                 self.optimizer.state.pop(parameter, None)
-        self.entries.clear()
-        return True
 
 
 def summed(backward: Backward, names: Sequence[str], grads: Sequence[Tensor]) -> list[Tensor]:
@@ -215,7 +254,7 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
     if backward.notes_norms and not backward.options.needs_all_gradients:
         _note_norms(backward, names, grads)
     factor = factors[0] if factors and backward.options.max_grad_norm is not None else None
-    masters, checked = backward.masters, not backward.options.needs_all_gradients
+    masters, checked, flags = backward.masters, not backward.options.needs_all_gradients, backward.flags
     fragments = {} if backward.fragments is None else backward.fragments.parts
     wholes = [name for name in names if name not in fragments]
     parts: list[tuple[list[str], Callable[..., None]]] = []  # of parameters that are not at home, and what updates them
@@ -229,10 +268,17 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
         parts.append((cut, functools.partial(backward.fragments.update, backward)))
     at_home = [name for name in names if not any(name in part for part, _ in parts)]
     by_kernel = masters is not None and all(id(backward.parameters[name]) in masters.by_parameter for name in at_home)
+    by_flags = flags is not None and len(at_home) == count and not any(tensor.device.type == "cpu" for tensor in values)
+    goes_on = backward.options.nonfinite == "continue"
+    if flags is not None and by_flags and (by_kernel or goes_on or _reads_flags(backward)):
+        _update_by_flags(backward, flags, dict(zip(names, grads, strict=True)), factor)
+        return parameters
     if masters is not None and by_kernel and len(at_home) == count:
         _update_masters(backward, masters, dict(zip(names, grads, strict=True)), factor, checked)
         return parameters
-    if checked and (position := _first_nonfinite(backward, names, grads)) is not None:
+    position = _first_nonfinite(backward, names, grads) if checked else None
+    backward.stop_if_refused()
+    if position is not None:
         _stop_or_warn(backward, names[position])
     addresses: set[int] = set()
     for index, grad in enumerate(grads):  # two parameters may have one gradient, which is scaled in place
@@ -250,6 +296,52 @@ def _update(backward: Backward, names: tuple[str, ...], *values: Tensor) -> Sequ
         backward.has_updated = True
         update_plain(backward, remaining, factor)
     return parameters
+
+
+def _reads_flags(backward: Backward) -> bool:
+    """Tells whether the optimizer's own step on a device reads a flag there, and changes nothing if it is set."""
+    fused = all(options.get("fused") for _, options in backward.groups.values())
+    return fused and type(backward.optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def _update_by_flags(backward: Backward, flags: DeviceFlags, grads: Mapping[str, Tensor], factor: Tensor | None) -> None:
+    """Updates parameters on the device, which changes nothing where flags there forbid it."""
+    parameters, state = [backward.parameters[name] for name in grads], backward.optimizer.state
+    found = flags.found
+    if backward.masters is None and not _reads_flags(backward):  # it goes on after any gradient, but not after any loss
+        flags.wait(began=True)
+        flags.check_losses()
+        found = None
+    if backward.options.needs_all_gradients:  # all is known
+        backward.has_updated = True
+    else:
+        flags.look_at([*grads], [*grads.values()])
+    for parameter in parameters:
+        backward.flagged.setdefault(parameter, entry_of(state.get(parameter) or {}))
+    try:
+        if backward.masters is None:
+            update_plain(backward, grads, factor, found=found)
+        else:
+            backward.masters.update(backward.optimizer, _rows(backward, grads), _number(backward, factor), found=found)
+            backward.allocated_state |= any(
+                not backward.flagged[parameter] and state.get(parameter) for parameter in parameters
+            )
+    except BaseException:
+        backward.has_updated = True
+        raise
+
+
+def _rows(backward: Backward, grads: Mapping[str, Tensor]) -> list[Row]:
+    parameters = map(backward.parameters.__getitem__, grads)
+    return [(p, grad, backward.groups[id(p)][1]) for p, grad in zip(parameters, grads.values(), strict=True)]
+
+
+def _number(backward: Backward, factor: Tensor | None) -> float:
+    """The factor of all gradients, which the host has worked out: one that has gone to the device is not read there."""
+    if factor is None or factor.device.type == "cpu":
+        return 1.0 if factor is None else float(factor)
+    assert backward.clipping.factor is not None
+    return backward.clipping.factor
 
 
 def _first_nonfinite(backward: Backward, names: Sequence[str], grads: Sequence[Tensor]) -> int | None:
@@ -329,9 +421,7 @@ def _update_masters(
     backward: Backward, masters: Masters, grads: Mapping[str, Tensor], factor: Tensor | None, checked: bool
 ) -> None:
     """Update parameters with masters by one kernel, which looks for values that are not finite first, if ``checked``."""
-    scale = 1.0 if factor is None else float(factor)
-    parameters = [backward.parameters[name] for name in grads]
-    rows = [(p, grad, backward.groups[id(p)][1]) for p, grad in zip(parameters, grads.values(), strict=True)]
+    scale, rows = _number(backward, factor), _rows(backward, grads)
     _update_by_kernel(backward, list(grads), lambda checks: masters.update(backward.optimizer, rows, scale, checks), checked)
 
 
@@ -370,10 +460,13 @@ def update_streamed(
     masters, fetched = backward.masters, backward.fetched.pop(names, None)
     if backward.skips or fetched is None or masters is None:
         return
+    if backward.flags is not None:
+        backward.flags.wait(began=True)
+        backward.stop_if_refused()
     grads, factors = summed(backward, names, values[len(names) : 2 * len(names)]), values[2 * len(names) : -1]
     if backward.notes_norms and not backward.options.needs_all_gradients:
         _note_norms(backward, names, grads)
-    scale = float(factors[0]) if factors and backward.options.max_grad_norm is not None else 1.0
+    scale = _number(backward, factors[0]) if factors and backward.options.max_grad_norm is not None else 1.0
 
     def run(checked: bool) -> int | None:
         return masters.update_fetched(backward.optimizer, fetched, grads, scale, checked, copy)
@@ -381,9 +474,15 @@ def update_streamed(
     _update_by_kernel(backward, names, run, not backward.options.needs_all_gradients)
 
 
-def update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor | None, staged: Staged | None = None) -> None:
+def update_plain(
+    backward: Backward,
+    grads: Mapping[str, Tensor],
+    factor: Tensor | None,
+    staged: Staged | None = None,
+    found: Tensor | None = None,
+) -> None:
     """Step an optimizer of the same class over stand-ins that share the parameters' memory, version counters and state; or over
-    one that is ``staged``."""
+    one that is ``staged``. ``found``: as a GradScaler tells it to a fused one, which then changes nothing if it is 1."""
     optimizer = backward.optimizer
     groups: dict[int, dict[str, Any]] = {}
     state: defaultdict[Tensor, Any] = defaultdict(dict)
@@ -399,6 +498,8 @@ def update_plain(backward: Backward, grads: Mapping[str, Tensor], factor: Tensor
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__, param_groups=list(groups.values()), state=state)
     twin.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+    if found is not None:
+        twin.__dict__.update(found_inf=found)
     type(optimizer).step(twin)
     backward.allocated_state |= any(stateless)
     for parameter in entered:  # SGD without momentum keeps none

@@ -21,7 +21,8 @@ from torch import Tensor, fx, nn
 from mtcompile import torch_private
 from mtcompile.capture.refusals import first_line
 from mtcompile.errors import StepError
-from mtcompile.optim.backward.checks import check_loss, check_memory, check_optimizer, check_parameters, check_step
+from mtcompile.optim.backward.checks import check_memory, check_optimizer, check_parameters, check_step
+from mtcompile.optim.backward.finite import DeviceFlags, check_loss, losses_of
 from mtcompile.optim.backward.fragments import FragmentUpdates
 from mtcompile.optim.backward.kernels import KERNELS, Backward, Shares, tell_what_changed, update_streamed
 from mtcompile.optim.backward.loop import Loop, check_others
@@ -48,6 +49,7 @@ class UpdatesInBackward:
     """Updates of one model's parameters in its backward: their options, and the state of the backward that runs or ran last.
 
     ``wholeness``: of the model, which an error after the first update spoils. ``where``: it computes, beside updates.
+    ``flags``: of a device that runs behind the threads which issue to it.
     ``trainer``: the name of the one that called last, while it trains: it clips by hand, and logs norms.
     """
 
@@ -62,6 +64,7 @@ class UpdatesInBackward:
         self.optimizer: torch.optim.Optimizer | None = None
         self.disk: DiskState | None = None
         self.shares: Shares | None = None
+        self.flags: DeviceFlags | None = None
         self.loop = Loop(wholeness, self._check_step)
         self.trainer = self._limit_name = ""
         # What it clips together with the parameters that are updated here, by name.
@@ -158,7 +161,9 @@ class UpdatesInBackward:
             for place, node in enumerate(on_host, 1)
         }
         return {
-            node.name: functools.partial(self._run, _kernel_of(node), parts, coming.get(node), node.meta["names"])
+            node.name: functools.partial(
+                self._run, _kernel_of(node), parts, coming.get(node), node.meta["tier"] == "host", node.meta["names"]
+            )
             for node in nodes
         }
 
@@ -167,6 +172,7 @@ class UpdatesInBackward:
         kernel: Kernel,
         parts: Mapping[str, Fragment],
         coming: tuple[str, ...] | None,
+        on_host: bool,
         names: tuple[str, ...],
         *values: Tensor,
     ) -> Sequence[Tensor]:
@@ -179,6 +185,8 @@ class UpdatesInBackward:
         if torch.get_num_threads() != backward.threads:
             torch.set_num_threads(backward.threads)
         with self.marking_failure(), torch.no_grad():
+            if on_host:
+                backward.stop_if_refused()
             if coming is not None:
                 backward.coming = coming
             updated: Sequence[Tensor] = kernel(backward, names, *values)
@@ -248,7 +256,13 @@ class UpdatesInBackward:
         if self.options.run_ahead:
             let_wait(optimizer, weakly(self._wait))
         sums = self._sums(parameters, updated)
-        check_loss(outputs, tangents, self.options.nonfinite)  # last, since a GPU computes beside the other checks until here
+        losses, flags = losses_of(outputs, tangents), self.flags
+        if flags is not None and not sums and not any(tangent.device.type == "cpu" for _, tangent in losses):
+            flags.begin(losses, len(updated), self.options.nonfinite)
+        else:  # last, since a device computes beside the other checks until here
+            flags = None
+            for output, tangent in losses:
+                check_loss(float(tangent), None if output is None else float(output), self.options.nonfinite)
         self._backward = Backward(
             self._wholeness.steps + 1, self.options, optimizer, self.masters, parameters, groups, self._threads, self.grad_norm
         )
@@ -256,7 +270,7 @@ class UpdatesInBackward:
         asked, expected = not self.options.limit_name, _clipping_by(self.options)
         self._backward.clipping = torch_private.Clipping(is_asked=asked, expected=expected, wait=weakly(self._wait))
         self._backward.notes_norms = bool(self.trainer)
-        self._backward.disk, self._backward.shares = self.disk, self.shares
+        self._backward.disk, self._backward.shares, self._backward.flags = self.disk, self.shares, flags
 
     def check_clipped(self, kept: Collection[str], node: Any) -> None:
         """Raises StepError if the trainer will clip gradients together with those of a backward which that leaves, or that are
@@ -311,6 +325,12 @@ class UpdatesInBackward:
         if self.disk is not None:
             self.disk.settle()
 
+    def all_issued(self) -> None:
+        """Waits until flags on the device say that all its updates could be made. Raises StepError if not."""
+        if self._backward is not None:
+            self._backward.stop_if_refused(wait=True)
+            self._backward.end_flags()
+
     def end_backward(self) -> None:
         """Note that all updates of the backward are done, or under way."""
         assert self._backward is not None
@@ -363,7 +383,8 @@ class UpdatesInBackward:
     @property
     def has_updated(self) -> bool:
         """True from the first update of the last backward on."""
-        return self._backward is not None and (self._backward.has_updated or bool(self._backward.entries))
+        backward = self._backward
+        return backward is not None and (backward.has_updated or bool(backward.entries or backward.flagged))
 
     @property
     def allocated_state(self) -> bool:

@@ -216,6 +216,7 @@ TORCH_LIBRARY(second_device, m) {
   // Returns how many allocations from now the last one told to fail would have been; 0 where it has failed.
   m.def("fail_allocation(int number) -> int", [](int64_t number) -> int64_t { return failing_allocation.exchange(number); });
   m.def("pin(int address, int nbytes) -> ()", [](int64_t at, int64_t nbytes) {
+    at::globalContext().lazyInitDevice(at::kHPU);  // before, torch takes no memory for pinned
     std::lock_guard<std::mutex> lock(mutex);
     pinned[at] = at + nbytes;
   });

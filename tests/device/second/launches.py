@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from tests.device.second.streams import DEVICE, Stream
 
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of operations that a host waits for
 _AT_ONCE = (torch.ops.aten.native_batch_norm.default,)  # which keeps other statistics on the CPU than is told beforehand
 _KNOWN: dict[Any, Any] = {}  # what comes out of operations, by what goes in
 _LIBRARIES: list[torch.library.Library] = []  # registered as long as they live
@@ -36,7 +37,7 @@ def _launch(name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
     fails = DEVICE.note("launch", str(op), stream)
     on_cpu, outputs = _computed_as(op), _outputs(op, args, kwargs)
     at_once = op in _AT_ONCE or torch.Tag.nondeterministic_seeded in op.tags
-    results = None if at_once else _shapes(on_cpu, args, kwargs)
+    results = None if at_once else _shapes(on_cpu, args, kwargs) if outputs else ()
     if results is not None:
         results = tuple(_empty(shape, output, name) for shape, output in zip(_several(results), outputs, strict=False))
     inputs = pytree.tree_map_only(Tensor, _at_launch, (args, kwargs))
@@ -48,6 +49,8 @@ def _launch(name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
         return on_cpu(*given, **named)
 
     if results is None:
+        if _READS & set(op.tags):
+            DEVICE.blocks(str(op), stream)
         there = pytree.tree_map_only(Tensor, lambda t: t.to(name), stream.done(compute))
         results = tuple(there if output is None else output for there, output in zip(_several(there), outputs, strict=False))
     else:
@@ -63,7 +66,7 @@ def _launch(name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _several(results: Any) -> tuple[Any, ...]:
-    return results if isinstance(results, tuple) else (results,)
+    return results if isinstance(results, tuple) else () if results is None else (results,)
 
 
 def _outputs(op: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -144,7 +147,8 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
         place.copy_(values)
 
     stream.put(copy)
-    if (onto_host and not later) or not non_blocking:
+    if host is not None and (not non_blocking or (onto_host and not later)):  # no device waits for copies within it
+        DEVICE.blocks("copy", stream)
         _finish(stream)
     return target
 

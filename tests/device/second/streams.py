@@ -20,7 +20,8 @@ _of_stream = threading.local()  # ``works``: set on the threads of streams
 
 
 class Call(NamedTuple):
-    """A call that was made of the device. ``kind``: "launch", "copy", "record" or "wait"."""
+    """A call that was made of the device. ``kind``: "launch", "copy", "record", "wait" or "block", for which the calling thread
+    waits."""
 
     kind: str
     name: str
@@ -70,6 +71,11 @@ class Device:
                 return self._fail(f"injected into {kind} {name}")
         return None
 
+    def blocks(self, name: str, stream: Stream) -> None:
+        """Notes that the calling thread waits for what it has put on a stream."""
+        if self.calls is not None:
+            self.calls.append(Call("block", name, stream.number, threading.current_thread().name))
+
     def _fail(self, text: str) -> Callable[[], None]:
         if not self.faults.late:
             raise RuntimeError(text)
@@ -83,6 +89,7 @@ class Device:
     def synchronize(self) -> None:
         if getattr(_of_stream, "works", False):  # a finalizer, on the thread of a stream: what is under way holds its memory
             return
+        self.blocks("device", self.current())
         for stream in tuple(_streams):
             stream.drain()
         if self.error is not None:
@@ -142,6 +149,7 @@ class Stream:
             self.put(lambda: _wait(reached))
 
     def synchronize(self) -> None:
+        DEVICE.blocks("stream", self)
         self.drain()
 
     @torch.inference_mode()
@@ -181,16 +189,18 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.reached: threading.Event | None = None
+        self.stream: Stream | None = None
         self.at_s = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or DEVICE.current()
         DEVICE.note("record", "event", stream)
-        self.reached = threading.Event()
+        self.stream, self.reached = stream, threading.Event()
         stream.put(Mark(self))
 
     def synchronize(self) -> None:
-        if self.reached is not None:
+        if self.reached is not None and self.stream is not None:
+            DEVICE.blocks("event", self.stream)
             _wait(self.reached)
         if DEVICE.error is not None:
             raise RuntimeError(str(DEVICE.error)) from DEVICE.error

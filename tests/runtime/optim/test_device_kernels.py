@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -47,14 +48,18 @@ def test_a_device_without_the_kernels_or_with_other_bits_is_not_proven(monkeypat
     device = torch.device("cpu")
     assert not device_kernels.proven.__wrapped__(device)  # Triton launches on GPUs only
 
-    def nearly(update: Update, operands: Operands) -> None:
-        host_kernels.apply(update, operands)
-        if update.kind == "adamw":
-            operands.weight.view(torch.int16)[17] ^= 1
+    def same(tasks: Sequence[tuple[Update, Operands]], found: torch.Tensor) -> None:
+        if not found:
+            host_kernels.apply_all(tasks)
 
-    monkeypatch.setattr(device_kernels, "apply", host_kernels.apply)
+    def nearly(tasks: Sequence[tuple[Update, Operands]], found: torch.Tensor) -> None:
+        same(tasks, found)
+        if not found and tasks[0][0].kind == "adamw":
+            tasks[0][1].weight.view(torch.int16)[17] ^= 1
+
+    monkeypatch.setattr(device_kernels, "apply_all", same)
     assert device_kernels.proven.__wrapped__(device)
-    monkeypatch.setattr(device_kernels, "apply", nearly)
+    monkeypatch.setattr(device_kernels, "apply_all", nearly)
     assert not device_kernels.proven.__wrapped__(device)
 
 
@@ -76,21 +81,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from mtcompile.runtime.optim import triton_kernels as kernels
 
-POINTERS = {"m_at": "*fp32", "v_at": "*fp32", "buffer": "*fp32"}
 for name, (split, half) in itertools.product(("adamw", "sgd"), ((False, False), (True, True), (True, False))):
     for nesterov, first in ((False, False), (True, True)) if name == "sgd" else ((False, False),):
         kernel = getattr(kernels, name)
         flags = {"SPLIT": split, "HALF": half, "NESTEROV": nesterov, "FIRST": first, "BLOCK": kernels.BLOCK}
+        flags |= {"ALIGNED": 16, "WIDTH": 8}
         flags = {flag: value for flag, value in flags.items() if flag in kernel.arg_names}
-        types = {argument: "fp32" for argument in kernel.arg_names} | POINTERS | {"count": "i64"}
-        types |= {"weight": "*i16" if split else "*fp32", "grad": "*i16" if half else "*fp32", "remainder": "*i16"}
-        if not split:
-            flags["remainder"] = None
+        types = {argument: "fp32" for argument in kernel.arg_names} | {"table": "*i64", "width": "i32", "found": "*fp32"}
         types |= {flag: "constexpr" for flag in flags}
         types = {argument: types[argument] for argument in kernel.arg_names}
         source = ASTSource(fn=kernel, signature=types, constexprs=flags)
         compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
         used = set(re.findall(r"\\b(?:fma|mad|mul|add|sub|neg|div|sqrt)\\.[a-z.]*f32", compiled.asm["ptx"]))
+        moved = set(re.findall(r"\\b(?:ld|st)\\.global\\.[.b0-9v]+", compiled.asm["ptx"]))  # scalars: found and the table's
+        assert moved == {"ld.global.v4.b32", "st.global.v4.b32", "ld.global.b32", "ld.global.b64"}, moved
         assert used <= {kind + ".rn.f32" for kind in ("mul", "add", "sub", "div", "sqrt")}, used
         assert ("div.rn.f32" in used) == ("sqrt.rn.f32" in used) == (name == "adamw")
 print("rounded")
