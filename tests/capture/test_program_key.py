@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -145,8 +145,13 @@ BY_THE_USER: dict[str, Callable[[], Any]] = {
 }
 
 
+def some_long(names: Iterable[str], *always: str) -> list[Any]:
+    """All names; those not in ``always`` are tried in make long."""
+    return [pytest.param(name, marks=() if name in always else pytest.mark.long) for name in names]
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Please use the new API settings")
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", some_long(SETTINGS, "deterministic", "autocast"))
 def test_a_changed_setting_has_a_trace_of_its_own(setting: str, traced: list[int], model: nn.Module) -> None:
     assert is_plain(model)
     with SETTINGS[setting]():
@@ -157,7 +162,7 @@ def test_a_changed_setting_has_a_trace_of_its_own(setting: str, traced: list[int
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("what", BY_THE_USER)
+@pytest.mark.parametrize("what", some_long(BY_THE_USER, "a cast", "a function"))
 def test_what_the_user_has_changed_in_torch_is_never_remembered(what: str, traced: list[int], model: nn.Module) -> None:
     assert is_plain(model)
     for _ in range(2):

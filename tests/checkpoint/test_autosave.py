@@ -162,7 +162,13 @@ def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("way", [None, {"memory": "40KiB", "update": "backward"}], ids=["plain", "backward"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(None, id="plain", marks=pytest.mark.long),
+        pytest.param({"memory": "40KiB", "update": "backward"}, id="backward"),
+    ],
+)
 @pytest.mark.parametrize("stop", [stop, ctrl_c])
 def test_what_is_saved_is_one_step_wherever_after_stops(
     stop: Callable[[], None], way: dict[str, Any] | None, tmp_path: Path

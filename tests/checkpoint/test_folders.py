@@ -94,7 +94,7 @@ def saved_by_another_process(folder: Path, how: str) -> str:
     return subprocess.run([sys.executable, "-c", code, str(folder), how], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("how", ["save", "autosave"])
+@pytest.mark.parametrize("how", [pytest.param("save", marks=pytest.mark.long), "autosave"])
 def test_a_training_holds_its_folder_until_its_end(how: str, tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     refused = f"CheckpointError another process, {os.getpid()}, saves checkpoints into .*; wait for its end"

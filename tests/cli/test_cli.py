@@ -226,7 +226,9 @@ def test_ctrl_c_amid_imports_is_no_traceback(module: str, name: str) -> None:
     assert (made.returncode, made.stdout, made.stderr) == (130, "", f"{name}: interrupted\n")
 
 
-@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize(
+    "closed", [pytest.param((1,), marks=pytest.mark.long), pytest.param((2,), marks=pytest.mark.long), (0, 1, 2)]
+)
 def test_closed_streams_are_nowhere(closed: tuple[int, ...], config: str, tmp_path: Path) -> None:
     def close() -> None:
         for number in closed:

@@ -74,7 +74,7 @@ print(loss.item().hex(), *[p.grad.double().sum().item().hex() for p in model.par
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kernels_that_were_not_written_whole_are_compiled_again(tmp_path: Path) -> None:
     """Also the programs by which Inductor tries vector instructions, without which the bits would be others."""
     env = {**os.environ, "MT_CACHE": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}

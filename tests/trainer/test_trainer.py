@@ -187,8 +187,11 @@ def started(
 
 @pytest.mark.parametrize(
     "sent",
-    [(signal.SIGINT,), (signal.SIGINT, signal.SIGTERM, signal.SIGINT), (signal.SIGHUP,)],
-    ids=["once", "forwarded", "terminal closed"],
+    [
+        pytest.param((signal.SIGINT,), id="once"),
+        pytest.param((signal.SIGINT, signal.SIGTERM, signal.SIGINT), id="forwarded", marks=pytest.mark.long),
+        pytest.param((signal.SIGHUP,), id="terminal closed", marks=pytest.mark.long),
+    ],
 )
 def test_ctrl_c_ends_it_after_a_step_with_everything_written(
     running: tuple[subprocess.Popen[str], Path], sent: tuple[signal.Signals, ...]
