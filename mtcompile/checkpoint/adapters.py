@@ -63,7 +63,7 @@ def adapter_config(model: Any) -> dict[str, bytes]:
 
 
 def check_base(path: Path, told: Mapping[str, Any], model: nn.Module) -> None:
-    """Raises CheckpointError unless the base has the files that it had when an adapter was saved. ``told``: the checkpoint's
+    """Raises CheckpointError unless the base has the files that it had when its training was saved. ``told``: the checkpoint's
     provenance; that of the model has been noted."""
     then, now = (
         {Path(file).name: digest for file, digest in each.get("files", {}).get("weights", {}).items()}
@@ -71,6 +71,6 @@ def check_base(path: Path, told: Mapping[str, Any], model: nn.Module) -> None:
     )
     if changed := sorted(name for name in then | now if then.get(name) != now.get(name)):
         raise CheckpointError(
-            f"{path}: expected the base that the adapter was trained on, found another {', '.join(changed[:3])}: give the "
-            "folder as it was, or merge the adapter into the base that it had"
+            f"{path}: expected the model that this training began with, found another {', '.join(changed[:3])}: give the "
+            "folder as it was"
         )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
 import math
+import reprlib
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtcompile.capture.refusals import first_line
 from mtcompile.data.batch import HELD_OUT, MOST_EVALUATED
 from mtcompile.data.records import read_rows
+from mtcompile.errors import StepError
 from mtcompile.models.loading import load_function
 from mtcompile.reading import read_bytes
 from mtcompile.trainer.methods import COLUMNS
@@ -74,22 +79,29 @@ def read_examples(recipe: Recipe, tokenizer: Any, vocabulary_with: Callable[[int
     import xxhash
 
     datasets.disable_progress_bars()
+    if recipe.reward is not None:
+        reward_of(recipe.reward)  # one that is misspelled is refused before anything takes time
     read = list(read_rows(recipe.data, COLUMNS[recipe.method]))
     if not read:
         raise ValueError(f"expected rows of {', '.join(COLUMNS[recipe.method])} in the data, found none: give more --data")
-    whole = datasets.Dataset.from_list([row for _, row in read])
+    columns = dict.fromkeys(name for _, row in read for name in row)  # from_list leaves out what the first row has not
     kind = getattr(trl, f"{recipe.method.upper()}Trainer")
     settings = SimpleNamespace(dataset_num_proc=None, max_length=None)
     itself = SimpleNamespace(_tokenizer=tokenizer, calculate_KL=False)
     try:
+        whole = datasets.Dataset.from_list([{name: row.get(name) for name in columns} for _, row in read])
         if recipe.method == "grpo":
             tokenized = whole.map(lambda row: {"prompt_ids": _prompt(row, tokenizer)})
         else:
             tokenized = kind._prepare_dataset(itself, whole, tokenizer, settings, "data")
     except Exception as error:  # a template raises errors of its own
-        raise ValueError(f"expected rows that the tokenizer takes, found that it refuses some: {first_line(error)}") from None
+        raise ValueError(
+            f"expected rows with values of one type in each column, which the tokenizer takes, found {first_line(error)}"
+        ) from None
     parts = sorted(name for name in tokenized.column_names if name.endswith("_ids") and name != "prompt_ids")
     prompts = np.array([len(ids) for ids in tokenized["prompt_ids"]])
+    if not parts and not prompts.all():
+        raise ValueError(f"{read[int(np.argmin(prompts))][0]}: prompt: expected text, found no token")
     lengths = prompts + (np.max([[len(ids) for ids in tokenized[name]] for name in parts], 0) if parts else recipe.new_tokens)
     long = np.flatnonzero(lengths > recipe.length)
     if len(long) and recipe.too_long == "stop":
@@ -102,21 +114,66 @@ def read_examples(recipe: Recipe, tokenizer: Any, vocabulary_with: Callable[[int
     answers = 1 if parts else recipe.completions
     if (first := len(kept) - held_out) * answers < recipe.batch:
         aside = f", beside {held_out} held out" if held_out else ""
+        long_too = f" that are not too long ({len(long)} are: give --seq {lengths.max()})" if len(long) else ""
         raise ValueError(
             f"expected at least {recipe.batch // answers} rows for a batch of {recipe.batch}{aside}, found "
-            f"{max(0, first)}: give more --data, or a smaller --batch"
+            f"{max(0, first)}{long_too}: give more --data, or a smaller --batch"
         )
     digest, largest = xxhash.xxh3_128(f"{recipe.length} {first}".encode()), 0
     for name in ("prompt_ids", *parts):
         for ids in tokenized.select(kept)[name]:
             largest = max(largest, *ids, 0)
             digest.update(np.array([len(ids), *ids], np.int32).data)
-    digest.update(bytes(whole.select(kept)["label"] if "label" in whole.column_names else ()))
+    for position in kept:  # labels, and what a reward may look at
+        digest.update(json.dumps(read[position][1], sort_keys=True, default=repr).encode())
     if recipe.reward is not None:
         digest.update(read_bytes(Path(recipe.reward.partition(":")[0])))
     vocabulary_with(largest)
     most = kept[first : first + MOST_EVALUATED * recipe.batch]
     return Examples(whole.select(kept[:first]), whole.select(most), answers, str(digest.hexdigest()), recipe.length, len(long))
+
+
+def reward_of(name: str) -> Callable[..., Any]:
+    """Returns the function ``file.py:function``. What it raises, and what is not a finite number or None for each completion,
+    ends the step with a StepError that names it. Raises ValueError if there is no such function."""
+    function = load_function(*name.rsplit(":", 1))
+    if inspect.iscoroutinefunction(function):
+        return function
+
+    @functools.wraps(function)
+    def reward(**given: Any) -> list[float | None]:
+        try:
+            values = list(function(**given))
+        except (Exception, SystemExit) as error:
+            raise StepError(
+                f"--reward {name} raised {type(error).__name__}: {first_line(error)}; the step was not made"
+            ) from error
+        known = [value for value in values if value is not None]
+        try:
+            are_finite = all(map(math.isfinite, known))
+        except TypeError:
+            are_finite = False
+        if len(values) != (count := len(given["completions"])) or not known or not are_finite:
+            raise StepError(
+                f"expected --reward {name} to return {count} finite numbers, one for each completion (None: not judged), found "
+                f"{reprlib.repr(values)}; the step was not made"
+            )
+        return values
+
+    return reward
+
+
+def check_positions(model: Any, recipe: Recipe) -> None:
+    """Raises ValueError if a model that has learned its positions has fewer than rows are padded to."""
+    names = ("wpe", "embed_positions", "position_embeddings")
+    learned = any(name.rpartition(".")[2] in names for name, part in model.named_modules() if isinstance(part, nn.Embedding))
+    length = recipe.length
+    if recipe.method == "grpo":  # questions and answers are padded to multiples of this
+        length = -(-length // recipe.new_tokens) * recipe.new_tokens
+    if learned and (most := getattr(model.config, "max_position_embeddings", length)) < length:
+        raise ValueError(
+            f"expected rows of at most {most} tokens, the positions of {recipe.model}, found {length}: lower --seq"
+        )
 
 
 def _prompt(row: Mapping[str, Any], tokenizer: Any) -> list[int]:
@@ -179,7 +236,7 @@ def trainer_of(recipe: Recipe, model: Any, examples: Examples, tokenizer: Any, s
         given = arguments_of(recipe, steps, len(examples.held_out))
         arguments = settings(folder, **given, use_cpu=model.device.type == "cpu")
         data = {"train_dataset": examples.trained, "eval_dataset": held_out}
-        rewards = {} if recipe.reward is None else {"reward_funcs": load_function(*recipe.reward.rsplit(":", 1))}
+        rewards = {} if recipe.reward is None else {"reward_funcs": reward_of(recipe.reward)}
         trainer = FiniteTrainer(model, args=arguments, processing_class=tokenizer, **data, **rewards)
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -29,7 +29,7 @@ from mtcompile.models.pretrained import from_pretrained
 from mtcompile.optim.precision import precision_named
 from mtcompile.reading import panics_as_errors, read_bytes
 from mtcompile.trainer.adapters import with_adapters
-from mtcompile.trainer.by_trl import read_examples, trainer_of
+from mtcompile.trainer.by_trl import check_positions, read_examples, trainer_of
 from mtcompile.trainer.recipe import Recipe, check, check_resumed
 from mtcompile.trainer.together import ALONE, RowsOfRank, Together, device_of_rank, join
 
@@ -61,11 +61,13 @@ def prepared(recipe: Recipe) -> Job:
     if recipe.warmup > job.steps and not together.rank:
         rises = f"the rate rises for --warmup {recipe.warmup} steps, and the run has {job.steps}"
         warnings.warn(f"{rises}: it never reaches --lr {recipe.rate:g}", stacklevel=2)
-    if not together.rank and (recipe.save is not None or (recipe.lora and recipe.resume is not None)):
+    # What goes on beside a model as it was before the first step: adapters, and losses that compare with it.
+    beside = recipe.lora or recipe.method in ("dpo", "kto")
+    if not together.rank and (recipe.save is not None or (beside and recipe.resume is not None)):
         options = {name: value for name, value in asdict(recipe).items() if value not in (None, ())}
         with progress.doing("hashing the weights and the data"):
             note_training(job.model, files_of(recipe.data), options)
-        if recipe.lora and recipe.resume is not None:
+        if beside and recipe.resume is not None:
             before = checkpoint.inspect(recipe.resume)
             check_base(before.path, before.provenance, job.model)
     if together.rank:  # each rank draws its dropout from a generator of its own
@@ -107,6 +109,8 @@ def _fine_tuning(recipe: Recipe) -> Job:
         if sft and recipe.packing:
             with progress.doing("checking that packed samples stay apart"):
                 check_packing(model, recipe.length)
+        if not sft:
+            check_positions(model, recipe)
         model = returning_loss(model.train()) if sft else model.train()
         return with_adapters(model, recipe) if recipe.lora else model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ def check_method(recipe: Any, model: str | os.PathLike[str]) -> None:
             if value is not None:
                 raise ValueError(f"expected {option} with --method {' or '.join(COLUMNS)}, found --method sft")
         return
+    if recipe.beta is not None and not 0 <= recipe.beta < math.inf:
+        raise ValueError(f"expected --beta to be a number of at least 0, found {recipe.beta:g}")
     if not Path(model).is_dir():
         raise ValueError(f"expected {how} with a folder of pretrained weights, found the model {model}")
     if knobs.processes() > 1:

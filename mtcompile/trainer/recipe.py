@@ -122,6 +122,8 @@ class Recipe:
         )
         values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
         values |= {"--lora-alpha": adapters.alpha(self), "--lora-targets": ",".join(adapters.targets(self))}
+        if self.method != "sft":  # TRL's losses differ in last bits between the two
+            values["--update"] = self.update
         return {"--seq": self.length, "--steps": steps, "--lr": self.rate, **values}
 
 
@@ -211,10 +213,12 @@ def check_resumed(recipe: Recipe, steps: int, digest: str | None = None) -> None
     before = checkpoint.inspect(recipe.resume)
     if (seed := before.extra.get("seed")) != recipe.seed:
         raise ValueError(f"expected seed {seed}, as {before.path} was trained with, found {recipe.seed}")
+    of_reward = "" if recipe.reward is None else f", and {recipe.reward.rpartition(':')[0]} as it was"
     if digest is not None and before.extra.get("data", digest) != digest:
         raise ValueError(
             f"expected the data that {before.path} was trained on, cut into the same rows, found other rows: give the same "
-            "--data, --seq, --packing and --too-long; or leave --resume out and take that folder as the model, for a new run"
+            f"--data, --seq, --packing and --too-long{of_reward}; or leave --resume out and take that folder as the model, for "
+            "a new run"
         )
     if before.step >= steps:
         raise ValueError(

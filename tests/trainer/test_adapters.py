@@ -166,7 +166,7 @@ def test_a_base_or_settings_that_have_changed_are_refused(tmp_path: Path) -> Non
     (Path(recipe.model) / "config.json").rename(tmp_path / "config.json")
     folder_of(Path(recipe.model), config=transformers.LlamaConfig(**SIZES, initializer_range=0.5))
     (tmp_path / "config.json").rename(Path(recipe.model) / "config.json")
-    with pytest.raises(CheckpointError, match=r"expected the base that the adapter was trained on, found another model\.safet"):
+    with pytest.raises(CheckpointError, match=r"expected the model that this training began with, found another model\.safet"):
         train(replace(again, save=None))
 
 

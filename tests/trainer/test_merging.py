@@ -104,7 +104,7 @@ def test_a_training_is_merged_into_the_base_that_it_had(tmp_path: Path) -> None:
     train(replace(recipe, model=str(tmp_path / "merged"), lora=0, save=None, steps=1))  # it can be trained again
     config = transformers.LlamaConfig(**SIZES, initializer_range=0.5)
     other = folder_of(tmp_path / "other", config=config)
-    with pytest.raises(CheckpointError, match="expected the base that the adapter was trained on, found another"):
+    with pytest.raises(CheckpointError, match="expected the model that this training began with, found another"):
         merge(tmp_path / "run", tmp_path / "again", other)
     assert not (tmp_path / "again").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from safetensors.torch import load_file
 from mtcompile import checkpoint
 from mtcompile.data.encoding import load_tokenizer
 from mtcompile.data.records import read_rows
+from mtcompile.errors import CheckpointError, StepError
 from mtcompile.models.loading import load_function
-from mtcompile.trainer.by_trl import FromLogits, arguments_of, read_examples
+from mtcompile.trainer.by_trl import FromLogits, arguments_of, check_positions, read_examples, reward_of
 from mtcompile.trainer.methods import COLUMNS
 from mtcompile.trainer.recipe import Recipe
 from mtcompile.trainer.trainer import Evaluation, Row, train
@@ -174,6 +176,9 @@ GOOD = {"prompt": "1 + 1 is ", "chosen": "2", "rejected": "3"}
 CHAT = {name: [{"role": "user", "content": text}] for name, text in GOOD.items()}
 
 
+GRPO = ["--method", "grpo", "--completions", "2", "--batch", "2", "--new-tokens", "8", "--reward", f"{__file__}:written"]
+
+
 @pytest.mark.parametrize(
     ("rows", "flags", "message"),
     [
@@ -184,10 +189,14 @@ CHAT = {name: [{"role": "user", "content": text}] for name, text in GOOD.items()
         ([GOOD, {**GOOD, "rejected": "3" * 99}], ["--seq", "32"], "line 2: expected at most 32 tokens, found"),
         ([GOOD] * 3, ["--batch", "4"], "expected at least 4 rows for a batch of 4, beside 1 held out, found 2"),
         ([{"prompt": "a", "completion": "b", "label": 2}], ["--method", "kto"], "label: expected true or false, found 2"),
-        ([CHAT], [], "found that it refuses some: this template takes no conversation"),
+        ([CHAT], [], "which the tokenizer takes, found this template takes no conversation"),
         ([GOOD], ["--method", "grpo"], "expected --reward file.py:function with --method grpo, found no --reward"),
         ([GOOD], ["--method", "grpo", "--reward", f"{__file__}:no", "--batch", "4"], "a multiple of --completions 8"),
         ([GOOD], ["--reward", f"{__file__}:no"], "expected --reward with --method grpo, found --method dpo"),
+        ([GOOD], ["--beta", "inf"], "expected --beta to be a number of at least 0, found inf"),
+        ([{"prompt": ""}], GRPO, "line 1: prompt: expected text, found no token"),
+        ([{"prompt": "a", "of": 10**30}], GRPO, "expected rows with values of one type in each column"),
+        ([{"prompt": "a"}], [*GRPO[:-1], f"{__file__}:GOOD"], "expected a function 'GOOD' in"),
         ([GOOD], ["--method", "kto", "--batch", "1"], "expected a --batch of at least 2 rows for each of --accumulate"),
     ],
 )
@@ -216,3 +225,57 @@ def test_rows_of_a_table_and_of_a_conversation_that_begins_with_its_prompt(tmp_p
     whole = {name: CHAT["prompt"] + CHAT[name] for name in ("chosen", "rejected")}
     ((_, row),) = read_rows([written(tmp_path / "chats.jsonl", [{**whole, "tools": [{"name": "add"}]}])], COLUMNS["dpo"])
     assert row == {**whole, "tools": '[{"name": "add"}]'}
+
+
+def test_tools_that_only_a_later_row_has_are_kept_and_other_labels_are_other_data(tmp_path: Path) -> None:
+    folder, rows = (
+        folder_of(tmp_path / "model"),
+        [{"prompt": "a", "label": "cat"}, {"prompt": "b", "label": "cat", "tools": [1]}],
+    )
+    digests = set()
+    for label in ("cat", "dog"):
+        rows[1]["label"] = label
+        data = written(tmp_path / "rows.jsonl", rows)
+        recipe = Recipe(str(folder), (data,), method="grpo", seq=32, batch=2, completions=2, new_tokens=8, device="cpu")
+        read = read_examples(recipe, load_tokenizer(folder), abs)
+        assert read.trained.to_list() == [{**rows[0], "tools": None}, {**rows[1], "tools": "[1]"}]
+        digests.add(read.digest)
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("{}['x']", "raised KeyError: 'x'; the step was not made"),
+        ("exit(0)", "raised SystemExit: 0; the step was not made"),
+        ("[1.0]", "to return 2 finite numbers, one for each completion (None: not judged), found [1.0]"),
+        ("['a', 'b']", "found ['a', 'b']"),
+        ("[None, None]", "found [None, None]"),
+        ("[1.0, float('nan')]", "found [1.0, nan]"),
+    ],
+)
+def test_a_reward_that_fails_is_named(body: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(f"def scored(completions, **columns):\n    return {body}\n")
+    with pytest.raises(StepError, match=re.escape(told)):
+        reward_of(f"{tmp_path}/rewards.py:scored")(completions=["a", "b"])
+
+
+def test_the_reference_is_the_model_that_the_training_began_with(tmp_path: Path) -> None:
+    folder, data = folder_of(tmp_path / "model"), written(tmp_path / "rows.jsonl", ROWS["dpo"])
+    given: dict[str, Any] = {"batch": 4, "seq": 32, "evaluate_every": 0, "device": "cpu", "memory": "64MiB", "lr": 1e-2}
+    recipe = Recipe(str(folder), (data,), method="dpo", update="backward", save=tmp_path / "run", steps=1, warmup=0, **given)
+    train(recipe)
+    again = replace(recipe, resume=tmp_path / "run", steps=2, allow_change=("steps",))
+    with pytest.raises(CheckpointError, match="expected the model that this training began with"):
+        train(replace(again, model=str(tmp_path / "run" / "step-00000001"), save=None))
+    with pytest.raises(ValueError, match="found --update step"):
+        train(replace(again, update="step"))
+
+
+def test_rows_are_not_longer_than_a_model_has_positions(tmp_path: Path) -> None:
+    shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 64}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
+    recipe = Recipe("gpt2", (), method="grpo", seq=62, new_tokens=20)
+    with pytest.raises(ValueError, match="at most 64 tokens, the positions of gpt2, found 80: lower --seq"):
+        check_positions(model, recipe)
+    check_positions(model, replace(recipe, seq=60))
