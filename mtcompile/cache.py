@@ -9,6 +9,7 @@ lowered, measured against the budgets and proven like a new one, and dropped if 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -40,45 +41,44 @@ Times = Mapping[str, Mapping[str, tuple[float, float]]]  # queue -> operation ->
 # What compiled chains have shown: those that are equal to eager, the operations and the chains that differ, with their names.
 Chains = tuple[set[str], dict[str, str], dict[str, str]]
 
-_joints = Remembered[bytes](64 << 20, len)  # compressed; one of a thousand nodes has 30 kB
+_joints = Remembered[str](64 << 20, len)  # packed; one of a thousand nodes has 40 kB
 
 
 def read_joint(key: str | None) -> fx.GraphModule | None:
-    """Reads a normalized joint graph; ``key`` comes from capture.joint_key. None if there is none or it cannot be read."""
-    return _joint_from(files.read("joints", key and _digest(key)))
+    """Reads a normalized joint graph that some process wrote. None if there is none or it cannot be read."""
+    return _unpacked(files.read("joints", key and _digest(key)))
 
 
 def write_joint(key: str | None, joint: fx.GraphModule) -> None:
-    """Writes a joint graph, unless it holds constant tensors or something that JSON cannot say."""
-    if key is not None and not joint.meta["constants"] and (text := _text_of(joint)):
-        files.write("joints", _digest(key), text)
+    """Writes a joint graph, unless it holds large constant tensors or something that JSON cannot say."""
+    if key is not None and (packed := _packed(joint)):
+        files.write("joints", _digest(key), packed)
 
 
 def recalled_joint(key: str | None) -> fx.GraphModule | None:
     """Returns a copy of a normalized joint graph that this process has traced; ``key`` comes from capture.program_key."""
-    packed = _joints.get(key)
-    return None if packed is None else _joint_from(zlib.decompress(packed).decode())
+    return _unpacked(_joints.get(key))
 
 
 def remember_joint(key: str | None, joint: fx.GraphModule) -> None:
-    """Lets this process remember a joint graph, as text, unless it holds large constant tensors or something that JSON cannot
-    say."""
-    if key is not None and (text := _text_of(joint)):
-        _joints.put(key, zlib.compress(text.encode(), 1))
+    """Lets this process remember a joint graph, unless it holds large constant tensors or something that JSON cannot say."""
+    if key is not None and (packed := _packed(joint)):
+        _joints.put(key, packed)
 
 
-def _joint_from(text: str | None) -> fx.GraphModule | None:
-    if text and '"mtcompile.' in text:
-        stand_ins()  # which define operators
-    try:
+def _unpacked(packed: str | None) -> fx.GraphModule | None:
+    with contextlib.suppress(ValueError, zlib.error):  # GraphFormatError too: as if there were none
+        text = zlib.decompress(base64.b64decode(packed)).decode() if packed else ""
+        if '"mtcompile.' in text:
+            stand_ins()  # which define operators
         return graph_from_json(text) if text else None
-    except GraphFormatError:
-        return None
+    return None
 
 
-def _text_of(joint: fx.GraphModule) -> str:
+def _packed(joint: fx.GraphModule) -> str:
+    """A joint graph as text."""
     with contextlib.suppress(GraphFormatError):
-        return graph_to_json(joint, whole=True)
+        return base64.b64encode(zlib.compress(graph_to_json(joint, whole=True).encode(), 1)).decode()
     return ""
 
 

@@ -22,7 +22,7 @@ from torch import fx
 
 from mtcompile import cache, knobs, progress, torch_private
 from mtcompile.capture.description import Description, Tangents
-from mtcompile.capture.joint import compare_with_whole, joint_graph, joint_key
+from mtcompile.capture.joint import compare_with_whole, joint_graph
 from mtcompile.capture.program_key import program_key
 from mtcompile.capture.refusals import in_micro_batches
 from mtcompile.errors import BudgetError, CaptureError, PassError
@@ -35,6 +35,7 @@ from mtcompile.forecast.changes import LEAST_GAIN, Setting, can_be_joined, chang
 from mtcompile.kernels.measure import strides_on
 from mtcompile.kernels.same_bits import has_same_bits
 from mtcompile.kernels.toolchain import BuiltStep, Toolchain
+from mtcompile.machine.measure import identity
 from mtcompile.optim.precision import Precision
 from mtcompile.options import FASTEST, Options
 from mtcompile.passes.analysis.cost import Machine
@@ -189,7 +190,7 @@ def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
     description = captured.description
     if captured.micro is not None:
         description = replace(description, inputs=description.inputs[: captured.micro.inputs])
-    joint = _traced(description, captured, target.device.where, target.toolchain.compiling is not None)
+    joint = _traced(description, captured, target.device.where)
     if captured.micro is not None and (whole := captured.whole) is not None:
         pattern = None if captured.tangents is None else tuple(map(bool, captured.tangents))
         of_whole = replace(captured, description=whole, tangents=pattern)
@@ -197,25 +198,21 @@ def joint_of(captured: CapturedStep, target: Target) -> fx.GraphModule:
     return joint
 
 
-def _traced(
-    description: Description, captured: CapturedStep, where: torch.device | None, on_disk: bool = False
-) -> fx.GraphModule:
-    """Returns the normalized joint graph of a description: that of an equal one which this process has traced, or an earlier
-    one. ``where``: the device whose kernels make its strides; None: torch's are believed. ``on_disk``: whether earlier
-    processes count. The key for that needs parts of Inductor, which are loaded anyway where it compiles."""
-    tangents = captured.tangents
-    key = program_key(description, tangents, str(where)) if knobs.cache() else None
+def _traced(description: Description, captured: CapturedStep, where: torch.device | None) -> fx.GraphModule:
+    """Returns the normalized joint graph of a description: that of an equal one which this process or an earlier one has
+    traced, or a new one. ``where``: the device whose kernels make its strides; None: torch's are believed."""
+    key = program_key(description, captured.tangents, str(where)) if knobs.cache() else None
     if (joint := cache.recalled_joint(key)) is not None:
         return joint
-    key_on_disk = joint_key(description, tangents, captured.micro is not None) if on_disk and knobs.cache() else None
-    joint = cache.read_joint(key_on_disk)
+    on_disk = None if key is None or torch_private.was_torch_patched() else f"{identity(description.device)} {key}"
+    joint = cache.read_joint(on_disk)
     if joint is None:
         try:
             observe = None if where is None else strides_on(where)
-            joint = normalize(joint_graph(description, tangents, observe), observe)
+            joint = normalize(joint_graph(description, captured.tangents, observe), observe)
         except NotImplementedError as error:
             raise CaptureError(f"the model uses {error}; expected ATen operations only") from None
-        cache.write_joint(key_on_disk, joint)
+        cache.write_joint(on_disk, joint)
     cache.remember_joint(key, joint)
     return joint
 

@@ -16,11 +16,10 @@ import torch
 from torch.nn import functional as F
 
 import mtcompile
-from mtcompile import compiler, torch_private
+from mtcompile import compiler
 from mtcompile.cached import files
 from mtcompile.cached.files import source_digest
 from mtcompile.capture.joint import joint_graph
-from mtcompile.kernels import inductor
 from mtcompile.passes.planning import candidates
 from tests.helpers.models import Gpt, tokens
 from tests.helpers.training import adamw, minimum_bytes, same, train
@@ -119,21 +118,15 @@ class Scaled(torch.nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("generates", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_what_is_remembered_is_not_traced_again(generates: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is traced does not depend on whether Inductor generates code for it, or its graphs run as they are."""
+def test_what_is_remembered_is_not_traced_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MT_CACHE", str(tmp_path / "first"))
-    if not generates:
-        monkeypatch.setattr(inductor, "compile_ahead", lambda kernels: iter(()))
-        monkeypatch.setattr(inductor, "record_compiled", lambda kernel: None)
-        monkeypatch.setattr(torch_private, "inductor", lambda kernel, examples: kernel)
     traced: list[int] = []
     trace = joint_graph
     monkeypatch.setattr(compiler, "joint_graph", lambda *args: (traced.append(1), trace(*args))[1])
 
     def loss_of(scale: float, x: torch.Tensor, autocast: bool = False) -> tuple[torch.Tensor, ...]:
         torch.compiler.reset()
-        model = mtcompile.compile(Scaled(scale), memory="1MiB", kernels="inductor")
+        model = mtcompile.compile(Scaled(scale), memory="1MiB")
         plain = Scaled(scale)
         results = []
         for one in (model, plain):

@@ -1,4 +1,4 @@
-"""Traces a described graph to its joint (forward and backward) ATen graph, and makes the key to remember that by."""
+"""Traces a described graph to its joint (forward and backward) ATen graph."""
 
 from __future__ import annotations
 
@@ -85,22 +85,6 @@ def compare_with_whole(
         joint_of_whole = trace_whole()
         joint_of_whole.meta["numbers"] = joint.meta["numbers"].of_whole()
         check_whole(joint, joint_of_whole, micro)
-
-
-def joint_key(description: Description, tangents: Tangents, with_places: bool = False) -> str | None:
-    """A text that is equal for two programs only if ``joint_graph`` gives the same graph for both. ``with_places``: and of the
-    same lines of the user's. None where torch can promise no key of what it would trace."""
-    nodes = description.graph.graph.nodes
-    modules = [str(list((n.meta.get("nn_module_stack") or {}).values())) for n in nodes]
-    modules += [str(n.meta.get("stack_trace")) for n in nodes if with_places]
-    try:
-        with _tracing(description, tangents) as (_, graph, fakes):
-            traced = torch_private.joint_trace_key(graph, fakes)
-    except Exception:  # an operation, setting or torch version that it does not know to be safe
-        return None
-    about = description.inputs, description.computed, description.device, description.at_home, description.backward_autocast
-    named = description.told, description.unordered, description.is_part
-    return repr((traced, about, named, tangents, modules, trace_settings(description.device)))
 
 
 def trace_settings(device: torch.device) -> tuple[Any, ...]:

@@ -1,5 +1,5 @@
 """A key of what would be traced: made of a described graph and of all settings that tracing depends on, in a hundredth of the
-time that a trace takes. torch's own key (``joint_key``) also holds between processes; it loads parts of Inductor."""
+time that a trace takes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class _NotKnown(Exception):
 
 
 def program_key(description: Description, *traced_for: Any) -> str | None:
-    """A text that is equal for two programs of this process only if they are traced alike. ``traced_for``: what else decides
-    that, such as the tangents. None for a graph that holds tensors or functions other than torch's, and where
-    ``settings_of_traces`` gives none."""
+    """A text that is equal for two programs only if they are traced alike, by this process or, unless ``was_torch_patched``, by
+    others on the same processor and device. ``traced_for``: what else decides that, such as the tangents. None for a graph
+    that holds tensors or functions other than torch's, and where ``settings_of_traces`` gives none."""
     if (settings := torch_private.settings_of_traces(description.device)) is None:
         return None
     inputs = [fake_of(node) for node in description.graph.graph.find_nodes(op="placeholder")]

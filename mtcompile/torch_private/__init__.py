@@ -122,13 +122,18 @@ from mtcompile.torch_private.raising_branches import (
     checking_branches,
 )
 from mtcompile.torch_private.thread_setting import is_locked, one_at_a_time, process_lock
-from mtcompile.torch_private.trace_settings import about_input, kernel_settings, name_of_function, settings_of_traces
+from mtcompile.torch_private.trace_settings import (
+    about_input,
+    kernel_settings,
+    name_of_function,
+    settings_of_traces,
+    was_torch_patched,
+)
 from mtcompile.torch_private.tracing import (
     LiveBytes,
     building_without_memory,
     export_joint,
     fake_mode_of,
-    joint_trace_key,
     lasting,
     plainly,
     repeated_effects,
@@ -213,7 +218,6 @@ __all__ = [
     "is_last_hook",
     "is_locked",
     "is_wrapped",
-    "joint_trace_key",
     "keeping_later_attributes",
     "keeps_graph",
     "kernel_choices",
@@ -262,6 +266,7 @@ __all__ = [
     "tracing_side_actions",
     "tracing_wide_grouped_products",
     "users_gradients",
+    "was_torch_patched",
     "will_run",
     "within_a_graphs_mode",
     "without_break_warnings",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 import sys
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +31,7 @@ def _functions() -> list[tuple[Any, str, Any]]:
 
 
 _TORCHS_FUNCTIONS, _TENSORS_NAMES = _functions(), frozenset(vars(torch.Tensor))  # as of the import
+_TORCHS_FOLDER = str(Path(torch.__file__).parent)
 
 
 def kernel_settings(device: torch.device) -> tuple[Any, ...] | None:
@@ -47,7 +52,7 @@ def kernel_settings(device: torch.device) -> tuple[Any, ...] | None:
         (torch.backends.mkldnn.deterministic, torch._C._get_nnpack_enabled(), torch.backends.quantized.engine),
         (matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction),
         (str(cuda.preferred_linalg_library()), str(cuda.preferred_blas_library())),
-        len(torch.ops.loaded_libraries),
+        tuple(sorted((path, os.stat(path).st_mtime_ns) for path in torch.ops.loaded_libraries if os.path.exists(path))),
     )
 
 
@@ -79,6 +84,19 @@ def _are_torchs_own() -> bool:
     return all(vars(place).get(name) is value or name in _CHANGED_BY_OTHERS for place, name, value in _TORCHS_FUNCTIONS)
 
 
+@functools.cache
+def was_torch_patched() -> bool:
+    """Tells whether somebody had replaced one of torch's functions before this package was imported. Then names tell functions
+    apart within this process only."""
+    return any(not _is_of_torch(value) for _, name, value in _TORCHS_FUNCTIONS if name not in _CHANGED_BY_OTHERS)
+
+
+def _is_of_torch(value: Any) -> bool:
+    if isinstance(value, FunctionType):
+        return value.__code__.co_filename.startswith(_TORCHS_FOLDER)  # wrappers take the name of what they wrap
+    return _root(value) in ("torch", "builtins", "typing", "collections")
+
+
 def about_input(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns what a trace sees of an input beside its dtype and layout."""
     return tensor._is_view(), str(torch._C._dispatch_keys(tensor))
@@ -88,7 +106,7 @@ def name_of_function(function: Any) -> tuple[Any, ...] | None:
     """A name by which a function of torch's, of Python's operators or of this package's is told from all others; None for
     others, whose code no name tells."""
     kind, module = type(function), str(getattr(function, "__module__", None) or "torch")
-    root, name = module.partition(".")[0], str(getattr(function, "__qualname__", ""))
+    root, name = _root(function), str(getattr(function, "__qualname__", ""))
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return (kind, str(function)) if str(function).partition(".")[0] in NAMESPACES else None
     if isinstance(function, HigherOrderOperator):
@@ -98,6 +116,10 @@ def name_of_function(function: Any) -> tuple[Any, ...] | None:
     if root not in ("torch", "mtcompile", "builtins") or _found(module, name) is not function:
         return None
     return kind, module, name
+
+
+def _root(function: Any) -> str:
+    return str(getattr(function, "__module__", None) or "torch").partition(".")[0]
 
 
 def _found(module: str, name: str) -> Any:

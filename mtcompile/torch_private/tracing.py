@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -90,7 +89,7 @@ class LiveBytes(TorchDispatchMode):
 
 @contextlib.contextmanager
 def tracing_joint(fake_mode: Any, backward_autocast: Iterable[tuple[str, torch.dtype]]) -> Iterator[None]:
-    """The context that ``export_joint`` and ``joint_trace_key`` need. ``backward_autocast``: (device, dtype) of every autocast
+    """The context that ``export_joint`` needs. ``backward_autocast``: (device, dtype) of every autocast
     that is enabled when backward is called. Random numbers that nothing reads are drawn too, as in a plain run: what is drawn
     after them depends on it."""
     from torch._functorch import config as functorch_config
@@ -133,18 +132,6 @@ def _replace_tangents() -> None:
         return plain(*args, fw_metadata=fw_metadata, **kwargs)
 
     graph_compile.aot_dispatch_autograd_graph = with_strides
-
-
-def joint_trace_key(graph: fx.GraphModule, fakes: tuple[torch.Tensor, ...]) -> str:
-    """torch's own key of what ``export_joint`` would trace, which knows the settings that tracing depends on. Raises where
-    torch can promise no such key: an operation or setting that it does not know to be safe."""
-    from torch._functorch._aot_autograd.autograd_cache import autograd_cache_key
-    from torch._functorch._aot_autograd.schemas import AOTConfig
-
-    config = AOTConfig(None, None, None, None, 0, 0, False, is_export=True, ignore_shape_env=True)
-    key: Any = autograd_cache_key
-    of_compilers: tuple[Any, ...] = ({},) if "fx_config" in inspect.signature(key).parameters else ()  # torch 2.11
-    return str(key(graph, fakes, config, *of_compilers)[0])
 
 
 def without_memory() -> contextlib.AbstractContextManager[Any]:

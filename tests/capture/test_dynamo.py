@@ -17,8 +17,9 @@ import mtcompile
 from mtcompile import torch_private
 from mtcompile.capture.description import Description, describe
 from mtcompile.capture.dynamo import front_end
-from mtcompile.capture.joint import joint_graph, joint_key
+from mtcompile.capture.joint import joint_graph
 from mtcompile.capture.outputs import Computed
+from mtcompile.capture.program_key import program_key
 from mtcompile.errors import CaptureError
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.step_graph import InputSpec, OutputSpec
@@ -141,9 +142,9 @@ def test_an_error_of_dynamos_tells_its_cause() -> None:
 def test_two_programs_have_one_key_only_if_they_are_traced_alike() -> None:
     _, description = captured(torch.randn(3, 4), 0.5)
     _, other = captured(torch.randn(3, 4), 0.25)
-    key = joint_key(description, (True, False))
-    assert key is not None and key == joint_key(description, (True, False))
-    assert key != joint_key(description, None) and key != joint_key(other, (True, False))
+    key = program_key(description, (True, False))
+    assert key is not None and key == program_key(description, (True, False))
+    assert key != program_key(description, None) and key != program_key(other, (True, False))
 
 
 @pytest.mark.filterwarnings("error:the forward is compiled in parts")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -241,3 +244,36 @@ def test_those_used_last_are_remembered(monkeypatch: pytest.MonkeyPatch, tmp_pat
     for folder in ("two", "0"):
         monkeypatch.setenv("MT_CACHE", folder)
         assert texts.get("e") is None
+
+
+IN_A_PROCESS = """
+import hashlib, sys
+import torch
+if sys.argv[1] == "patched":
+    square = torch.square
+    torch.square = lambda x: square(x) * 3
+import mtcompile
+from mtcompile import compiler
+from mtcompile.capture import joint
+
+traces = []
+compiler.joint_graph = lambda *args: (traces.append(1), joint.joint_graph(*args))[1]
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.GELU())
+ours = mtcompile.compile(model, memory="1MiB", device="cpu")
+loss = ours(torch.ones(4, 8)).square().mean()
+loss.backward()
+bits = b"".join(p.grad.numpy().tobytes() for p in ours.parameters())
+print(len(traces), hashlib.sha256(bits).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_traces_nothing_unless_it_patches_torch_first(tmp_path: Path) -> None:
+    def run(how: str, seed: str) -> list[str]:
+        environment = {**os.environ, "MT_CACHE": str(tmp_path), "PYTHONHASHSEED": seed}
+        return subprocess.check_output([sys.executable, "-c", IN_A_PROCESS, how], env=environment, text=True).split()
+
+    (first, bits), (second, again), (patched, of_patched) = run("plain", "1"), run("plain", "2"), run("patched", "3")
+    assert (first, second, patched) == ("1", "0", "1")
+    assert bits == again == of_patched

@@ -26,7 +26,6 @@ def test_names_we_call_exist() -> None:
         "torch._dynamo.config.recompile_limit",
         "torch._functorch.config.backward_pass_autocast",
         "torch._functorch.aot_autograd.aot_export_joint_with_descriptors",
-        "torch._functorch._aot_autograd.autograd_cache.autograd_cache_key",
     } <= set(names)
     assert not {name: place for name, place in names.items() if not contract.exists(name)}
 
