@@ -39,13 +39,13 @@ def entered(folder: Path) -> None:
         pytest.fail("a step would have been trained")
 
 
-@pytest.mark.parametrize("name", ["mkdir", "fsync", "rename"])
+@pytest.mark.parametrize(("place", "name"), [(Path, "mkdir"), (os, "fsync"), (Path, "rename")])
 def test_a_folder_that_takes_no_files_is_refused_before_the_first_step(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "text.txt").write_text("the cat sat")
-    monkeypatch.setattr(os, name, failing(errno.EROFS))
+    monkeypatch.setattr(place, name, failing(errno.EROFS))
     with pytest.raises(OSError, match=r"expected a folder that checkpoints can be written into, found .*run: Read-only file"):
         entered(tmp_path / "run")
     with pytest.raises(OSError, match="Read-only file system"):
