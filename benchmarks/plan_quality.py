@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plan_quality_models import MODELS
-from mtcompile.capture.tracing import collecting_later
+from mtcompile.capture.tracing import collecting_seldom
 from mtcompile.forecast.request import ForecastRequest, sized_step
 from mtcompile.machine.presets import PRESETS
 from mtcompile.optim.precision import precision_named
@@ -48,7 +48,7 @@ def rows(model: str, machines: list[str], hosts: list[float]) -> Iterator[dict[s
             updates=Updates(copies, update_workspace(kind.split), run_ahead=True),
         )
         request = ForecastRequest(factory, None, kind, "adamw", machine, budgets, (), False, no_progress, 1)
-        with collecting_later():
+        with collecting_seldom():
             begun = time.process_time()
             sized = sized_step(request, batch, seq)
             captured_s = time.process_time() - begun

@@ -39,6 +39,7 @@ from mtcompile.capture.refusals import (
     with_place,
 )
 from mtcompile.errors import CaptureError, MtcompileError
+from mtcompile.references import collecting_seldom
 from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.torch_private import plain_torch, refusing_random_numbers
 
@@ -157,6 +158,7 @@ def front_end(
                 return known(*args, **kwargs)
             torch_private.forget_counted_frames()
             with (
+                collecting_seldom(),
                 torch_private.own_capture(),
                 torch_private.captures_of(made),
                 torch_private.capture_settings(_MOST_SIGNATURES, state.in_parts),

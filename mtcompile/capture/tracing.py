@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +19,7 @@ from mtcompile.passes.joint.build import build
 from mtcompile.passes.joint.loss_head import chunk_loss
 from mtcompile.passes.joint.normalize import normalize
 from mtcompile.passes.joint.strides import Observe
+from mtcompile.references import collecting_seldom
 from mtcompile.torch_private import within_a_graphs_mode, without_guards
 
 
@@ -31,19 +30,6 @@ class Traced:
     joint: fx.GraphModule
     step: fx.GraphModule
     inputs: tuple[torch.Tensor, ...]
-
-
-@contextlib.contextmanager
-def collecting_later() -> Iterator[None]:
-    """Collects no garbage inside: tracing and planning make many objects and few cycles, and looking for garbage among them
-    takes a tenth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def trace(
@@ -89,7 +75,7 @@ def trace_joint(
     def call(**inputs: Any) -> Any:  # a frame of our own: Dynamo skips those of torch.nn
         return model(**inputs)
 
-    with collecting_later(), without_guards():
+    with collecting_seldom(), without_guards():
         front_end(call, backend, where)(**data)
     return traces[0]
 
@@ -97,7 +83,7 @@ def trace_joint(
 def record_joint(model: nn.Module, data: Mapping[str, torch.Tensor], repeated: tuple[str, int] | None = None) -> fx.GraphModule:
     """``trace_joint`` of a model whose sources are ours, on the device "meta" like ``data``. Raises NotRecorded for one that
     cannot be recorded."""
-    with collecting_later():
+    with collecting_seldom():
         return _repeated(named(recorded_joint(model, data)), repeated, None)
 
 

@@ -17,7 +17,6 @@ import torch
 from mtcompile import knobs, progress, torch_private
 from mtcompile.capture.description import enabled_autocast
 from mtcompile.capture.refusals import not_compiled, place_of, refuse
-from mtcompile.capture.tracing import collecting_later
 from mtcompile.compiler import CapturedStep, Searched, Target, compile_step, pass_errors
 from mtcompile.errors import BudgetError, MtcompileError
 from mtcompile.execution.calibration import Calibrator, known_machine, speeds
@@ -38,7 +37,7 @@ from mtcompile.passes.generators import rng_preserved, set_generator_state
 from mtcompile.passes.joint.exceptions import BIT_EQUAL, DIFFERENTIATED
 from mtcompile.passes.plan import Plan
 from mtcompile.passes.planning.problem import leaves_room
-from mtcompile.references import weakly
+from mtcompile.references import collecting_seldom, weakly
 from mtcompile.runtime.devices.protocol import Device
 from mtcompile.runtime.disk.errors import DiskError
 from mtcompile.runtime.pages import give_back
@@ -224,7 +223,7 @@ class Session:
         searched = self._searched.setdefault(self.door.plan_key(), {})
         target = Target(self.options, self.device, self.toolchain, self.machine, beside, searched, self._advised)
         planning = progress.doing(f"planning {self.title or 'a graph'}")
-        with self.planning, planning, collecting_later(), torch_private.lasting(), without_autocast(self.device.where.type):
+        with self.planning, planning, collecting_seldom(), torch_private.lasting(), without_autocast(self.device.where.type):
             try:
                 with pass_errors():
                     compiled = compile_step(captured, target, self.door)

@@ -12,7 +12,6 @@ from torch import nn
 
 from mtcompile import knobs
 from mtcompile.capture.arguments import possible_counts
-from mtcompile.capture.tracing import collecting_later
 from mtcompile.compiler import pass_errors
 from mtcompile.distributed.layout import layout_named, updates_once
 from mtcompile.errors import CaptureError, did_you_mean
@@ -36,6 +35,7 @@ from mtcompile.passes.plan import NORM_COPIES, Updates
 from mtcompile.passes.planning.policies import POLICIES
 from mtcompile.passes.planning.problem import DoesNotFit, Planned, Progress, no_progress
 from mtcompile.reading import check_package
+from mtcompile.references import collecting_seldom
 from mtcompile.sizes import parse_bytes, parse_tokens
 
 _LEFT_FREE = 0.08  # of a machine's device memory when no budget is given
@@ -184,7 +184,7 @@ def plan(
     alone = replace(alone, fragments=fragments, effort=effort, run_tokens=run_tokens)
     of_rank = ranks.machine(described, once), ranks.budgets(budgets, once)
     request = replace(alone, machine=of_rank[0], budgets=of_rank[1], ranks=ranks)
-    with collecting_later(), pass_errors():
+    with collecting_seldom(), pass_errors():
         if solve in ("batch", "seq"):
             return with_run_cost(request, _largest(request, solve, batch, seq))
         if solve == "memory":
