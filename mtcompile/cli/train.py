@@ -46,8 +46,9 @@ def train(
     """Fine-tune a language model from a local folder, or train one from random weights, within a device-memory budget.
 
     A folder's tokenizer and chat template turn records into tokens: {"text": ...}, {"messages": [...]}, ShareGPT's
-    {"conversations": [...]}, or Alpaca's {"instruction", "input", "output"}. In conversations, only what the assistant says is
-    trained. Each checkpoint, such as run/step-00000050, is again a folder that from_pretrained of Transformers loads.
+    {"conversations": [...]}, Alpaca's {"instruction", "input", "output"}, or {"prompt", "completion"}. In conversations, only
+    what the assistant says is trained; of a prompt and its completion, only the completion. Each checkpoint, such as
+    run/step-00000050, is again a folder that from_pretrained of Transformers loads.
 
     Random weights are trained on text, whose bytes are the tokens, or on files of tokens.
 

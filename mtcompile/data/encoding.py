@@ -91,19 +91,19 @@ def load_tokenizer(folder: Path, chat_template: Path | None = None) -> Any:
 
 def encode(records: Iterable[Record], tokenizer: Any, seq: int, too_long: TooLong = "stop") -> Samples:
     """Returns the samples of records, each of at most ``seq`` tokens. Text that is longer is cut into several, which overlap by
-    one token, so that each token but the first is a target once. ``too_long``: what to do with a conversation that is longer.
-    Samples without targets are left out. Raises ValueError with the record's place."""
+    one token, so that each token but the first is a target once. ``too_long``: what to do with a conversation, or a prompt and
+    its completion, that is longer. Samples without targets are left out. Raises ValueError with the record's place."""
     samples = _Growing()
     added, has_end, place = _added(tokenizer), True, ""
     long: list[tuple[str, int]] = []
     for number, record in enumerate(records, 1):
         progress.tell(f"tokenizing, {number:,} records")
-        if not record.messages:
+        if not (record.messages or record.prompt):
             for ids in _cut(_text(record, tokenizer), seq):
                 samples.add(ids, np.arange(len(ids)) > 0)
             continue
-        ids, trained = conversation(record, tokenizer, seq)
-        if not place and trained.any():
+        ids, trained = conversation(record, tokenizer, seq) if record.messages else completion(record, tokenizer)
+        if record.messages and not place and trained.any():
             has_end, place = not added.isdisjoint(ids[: len(trained)][trained].tolist()), record.place
         if len(ids) > seq:
             long.append((record.place, len(ids)))
@@ -191,6 +191,21 @@ def _text(record: Record, tokenizer: Any) -> Iterator[Any]:
         yield np.array([end], np.int32)
 
 
+def completion(record: Record, tokenizer: Any) -> tuple[Any, Any]:
+    """Returns the tokens of a prompt and its completion, with the one that ends it, and which of them are targets: those that
+    have characters of the completion, and the last. Raises ValueError."""
+    whole, end = record.prompt + record.text, tokenizer.eos_token_id
+    if len(whole) > _MOST_AT_ONCE:
+        raise ValueError(f"{record.place}: expected at most {_MOST_AT_ONCE:,} characters, found {len(whole):,}: split it")
+    encoded = tokenizer(whole, return_offsets_mapping=True)
+    ids, places = encoded["input_ids"], encoded["offset_mapping"]
+    if end is not None and ids[-1:] != [end]:
+        ids, places = [*ids, end], [*places, (0, 0)]
+    targets = np.array([stop > len(record.prompt) for _, stop in places], bool)
+    targets[-1:], targets[:1] = True, False
+    return np.array(ids, np.int32), targets
+
+
 def conversation(record: Record, tokenizer: Any, seq: int | None = None) -> tuple[Any, Any]:
     """Returns the tokens of a conversation, and which of them are targets; of the first ``seq`` only, if it has more. Raises
     ValueError."""
@@ -200,7 +215,8 @@ def conversation(record: Record, tokenizer: Any, seq: int | None = None) -> tupl
             f"{record.place}: expected a chat template for conversations, found none with the tokenizer: give --chat-template "
             "FILE.jinja, or take the folder of a model that was trained to chat"
         )
-    if isinstance(template, str) and _GENERATION.search(template):
+    answered = any(message["role"] == "assistant" for message in record.messages[: record.prompts])
+    if isinstance(template, str) and _GENERATION.search(template) and not answered:
         _rendered(record, tokenizer, record.messages)  # or it is refused, with the record's place
         encoded = tokenizer.apply_chat_template(
             list(record.messages), tools=record.tools, return_dict=True, return_assistant_tokens_mask=True
@@ -248,8 +264,9 @@ def _targets(encoded: Any, whole: str, spans: Sequence[tuple[int, int]], added: 
 
 def _spans(record: Record, tokenizer: Any, whole: str, behind: int | None = None) -> Iterator[tuple[int, int]]:
     """Yields the place of each message of the assistant in the rendered conversation: its first character, and the one behind
-    its content. Messages from the character ``behind`` on may be left out."""
-    numbers = [number for number, message in enumerate(record.messages) if message["role"] == "assistant"]
+    its content. Those of the record's prompt, and messages from the character ``behind`` on, may be left out."""
+    roles = [message["role"] for message in record.messages]
+    numbers = [number for number, role in enumerate(roles) if role == "assistant" and number >= record.prompts]
     for number in numbers:
         if _MARK in record.messages[number]["content"]:
             raise ValueError(
@@ -281,9 +298,10 @@ def _marked_spans(record: Record, tokenizer: Any, whole: str, numbers: Sequence[
     times for each. Returns None where that does not say for certain where they are."""
     if any(record.messages[number].get("tool_calls") for number in numbers):
         return None
+    marked = set(numbers)
     messages = [
-        {**message, "content": f"{_MARK}{message['content']}{_MARK}"} if message["role"] == "assistant" else message
-        for message in record.messages
+        {**message, "content": f"{_MARK}{message['content']}{_MARK}"} if number in marked else message
+        for number, message in enumerate(record.messages)
     ]
     parts = _rendered(record, tokenizer, messages).split(_MARK)
     if len(parts) != 2 * len(numbers) + 1 or "".join(parts) != whole:

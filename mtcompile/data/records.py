@@ -4,6 +4,7 @@
 {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}               ShareGPT
 {"instruction": "...", "input": "...", "output": "..."}                                               Alpaca
+{"prompt": "...", "completion": "..."}                       TRL; of texts or lists of messages; the prompt is not trained
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import difflib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,15 @@ _KINDS = {str: "text", dict: "an object", list: "a list", bool: "true or false",
 class Record:
     """One record. ``place``: its file and line, for errors. ``messages``: of a conversation, as chat templates take them; if
     there are none, it is ``text``, or that of a ``file``, if it is long. ``tools``: descriptions of functions, for the
-    template."""
+    template. ``prompt``: the text before ``text``, and ``prompts``: the first messages, which are not trained."""
 
     place: str
     text: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     tools: list[Any] | None = None
     file: Path | None = None
+    prompt: str = ""
+    prompts: int = 0
 
 
 def read_records(paths: Sequence[Path]) -> Iterator[Record]:
@@ -209,11 +212,7 @@ def record_of(value: Any, place: str) -> Record:
         raise ValueError(f"{place}: tools: expected a list, found {_kind(tools)}")
     for fields, read in _FORMS:
         if all(field in value for field in fields):
-            text = read(value, place)
-            if isinstance(text, str):
-                return Record(place, text)
-            _check_conversation(text, place)
-            return Record(place, messages=tuple(text), tools=tools)
+            return replace(read(value, place), tools=tools)
     names = printable(", ".join(map(str, value))) or "none"
     known = sorted({field for fields, _ in _FORMS for field in fields})
     meant = {name: close[0] for name in value if (close := difflib.get_close_matches(str(name).lower(), known, 1, 0.7))}
@@ -222,12 +221,28 @@ def record_of(value: Any, place: str) -> Record:
     raise ValueError(f"{place}: expected the fields of one form ({forms}), found {names}{step or ': rename the fields'}")
 
 
-def _text(value: Mapping[str, Any], place: str) -> str:
-    return _string(value, "text", place)
+def _text(value: Mapping[str, Any], place: str) -> Record:
+    return Record(place, _string(value, "text", place))
 
 
-def _messages(value: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
-    return [_message(item, f"{place}: messages[{n}]") for n, item in enumerate(_items(value, "messages", place))]
+def _messages(value: Mapping[str, Any], place: str) -> Record:
+    return _conversation(place, *_listed(value, "messages", place))
+
+
+def _completion(value: Mapping[str, Any], place: str) -> Record:
+    if "label" in value:
+        raise ValueError(
+            f"{place}: expected completions to learn, found one with a label: give --method kto, or leave out the field, and "
+            "the rows that are not to be learned"
+        )
+    if not isinstance(value["prompt"], list):
+        return Record(place, _string(value, "completion", place), prompt=_string(value, "prompt", place))
+    prompt, said = _listed(value, "prompt", place), _conversation(place, *_listed(value, "completion", place))
+    return replace(said, messages=(*prompt, *said.messages), prompts=len(prompt))
+
+
+def _listed(value: Mapping[str, Any], field: str, place: str) -> tuple[dict[str, Any], ...]:
+    return tuple(_message(item, f"{place}: {field}[{n}]") for n, item in enumerate(_items(value, field, place)))
 
 
 def _message(item: Any, place: str) -> dict[str, Any]:
@@ -248,7 +263,7 @@ def _message(item: Any, place: str) -> dict[str, Any]:
     return item
 
 
-def _share_gpt(value: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+def _share_gpt(value: Mapping[str, Any], place: str) -> Record:
     messages = [{"role": "system", "content": _string(value, "system", place)}] if value.get("system") else []
     for number, item in enumerate(_items(value, "conversations", place)):
         where = f"{place}: conversations[{number}]"
@@ -261,33 +276,32 @@ def _share_gpt(value: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
         if name not in _ROLE_OF:
             raise ValueError(f"{where}.from: expected one of {', '.join(_ROLE_OF)}, found {name!r:.80}")
         messages.append({"role": _ROLE_OF[name], "content": _string(item, "value", where, ".")})
-    return messages
+    return _conversation(place, *messages)
 
 
-def _alpaca(value: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+def _alpaca(value: Mapping[str, Any], place: str) -> Record:
     system = [{"role": "system", "content": _string(value, "system", place)}] if value.get("system") else []
     asked = [_string(value, "instruction", place), _string(value, "input", place) if value.get("input") else ""]
     question = "\n\n".join(part for part in asked if part)
-    return [
-        *system,
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": _string(value, "output", place)},
-    ]
+    answer = {"role": "assistant", "content": _string(value, "output", place)}
+    return _conversation(place, *system, {"role": "user", "content": question}, answer)
 
 
-_FORMS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any], str], str | list[dict[str, Any]]]], ...] = (
+_FORMS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any], str], Record]], ...] = (
     (("messages",), _messages),
     (("conversations",), _share_gpt),
     (("instruction", "output"), _alpaca),
+    (("prompt", "completion"), _completion),
     (("text",), _text),
 )
 
 
-def _check_conversation(messages: Sequence[Mapping[str, Any]], place: str) -> None:
+def _conversation(place: str, *messages: dict[str, Any]) -> Record:
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         given = ", ".join(dict.fromkeys(roles)) or "no message"
         raise ValueError(f"{place}: expected a message of an assistant, which is what is trained, found {given}")
+    return Record(place, messages=messages)
 
 
 def _items(value: Mapping[str, Any], field: str, place: str) -> list[Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -137,6 +138,28 @@ def test_alpaca_and_share_gpt_encode_as_messages_do() -> None:
     )
     encoded = [conversation(record_of(form, "here"), tokenizer) for form in forms]
     assert len({(tuple(ids), tuple(trained)) for ids, trained in encoded}) == 1
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [("Two and two?", " Four."), ("Two?\n", "Four.<|end|>"), ("", "Four.")])
+def test_of_a_prompt_and_its_completion_the_completion_and_its_end_are_trained(prompt: str, answer: str) -> None:
+    tokenizer = tokenizer_of()
+    samples = encode([record_of({"prompt": prompt, "completion": answer}, "here")], tokenizer, 64)
+    asked, said = (tokenizer(text)["input_ids"] for text in (prompt, answer.removesuffix("<|end|>")))
+    assert samples.tokens.tolist() == [*asked, *said, tokenizer.eos_token_id]
+    first = len(asked) or 1  # the first token of a sample is no target
+    assert samples.trained.tolist() == [False] * first + [True] * (len(asked) + len(said) + 1 - first)
+
+
+@pytest.mark.parametrize("template", [CHAT, IN_BRACKETS, WITHOUT_END, THINKING, GENERATION])
+@pytest.mark.parametrize("turns", [1, 3])
+def test_of_a_prompt_of_messages_no_answer_is_trained(template: str, turns: int) -> None:
+    tokenizer, talk = tokenizer_of(template), [*TALK, *TALK[1:] * turns]
+    record = record_of({"prompt": talk[:-3], "completion": talk[-3:]}, "here")
+    ids, trained = conversation(record, tokenizer)
+    whole, as_messages = conversation(record_of({"messages": talk}, "here"), tokenizer)
+    assert ids.tolist() == whole.tolist() and set(np.flatnonzero(trained)) < set(np.flatnonzero(as_messages))
+    kept = tokenizer.decode(ids[trained].tolist())
+    assert kept.count("Four.") == 2 and kept.count("Yes: Four.") == 1 and "Two" not in kept
 
 
 def test_long_text_is_cut_so_that_each_token_is_a_target_once() -> None:

@@ -134,6 +134,10 @@ def test_parquet_is_read_by_rows(tmp_path: Path) -> None:
         ('{"conversations": [{"from": "gpt", "value": 1}]}', "conversations[0].value: expected text, found a number"),
         ('{"instruction": "a", "output": null}', "output: expected text, found null"),
         ('{"instruction": "a", "input": 2, "output": "b"}', "input: expected text, found a number"),
+        ('{"prompt": "a", "completion": "b", "label": true}', "found one with a label: give --method kto, or leave out"),
+        ('{"prompt": "a", "completion": [{}]}', "completion: expected text, found a list"),
+        ('{"prompt": [], "completion": "b"}', "completion: expected a list of messages, found text"),
+        ('{"prompt": [{"role": "user", "content": "a"}], "completion": []}', "a message of an assistant, which is what is"),
         ('{"messages": [], "tools": "add"}', "tools: expected a list, found text"),
     ],
 )
