@@ -15,16 +15,22 @@ COLUMNS = {  # of a row; rewards of "grpo" may look at others
     "kto": ("prompt", "completion", "label"),
     "grpo": ("prompt",),
 }
+_OPTIONS = {  # of some methods only: which, and what the others have
+    "beta": (tuple(COLUMNS), None),
+    "reward": (("grpo",), None),
+    "completions": (("grpo",), 8),
+    "new_tokens": (("grpo",), 256),
+}
 RATE = 1e-6  # TRL's highest learning rate for these; of adapters, ten times as much
 
 
 def check_method(recipe: Any, model: str | os.PathLike[str]) -> None:
     """Raises ValueError for settings that do not go with a method. ``recipe``: a Recipe, or options like it."""
     how = f"--method {recipe.method}"
+    for name, (kinds, usual) in _OPTIONS.items():
+        if recipe.method not in kinds and getattr(recipe, name) != usual:
+            raise ValueError(f"expected --{name.replace('_', '-')} with --method {' or '.join(kinds)}, found {how}")
     if recipe.method == "sft":
-        for option, value in (("--beta", recipe.beta), ("--reward", recipe.reward)):
-            if value is not None:
-                raise ValueError(f"expected {option} with --method {' or '.join(COLUMNS)}, found --method sft")
         return
     if recipe.beta is not None and not 0 <= recipe.beta < math.inf:
         raise ValueError(f"expected --beta to be a number of at least 0, found {recipe.beta:g}")
@@ -47,7 +53,5 @@ def check_method(recipe: Any, model: str | os.PathLike[str]) -> None:
             )
         if recipe.beta and not recipe.lora:
             raise ValueError(f"expected --beta 0 or --lora with {how}, found --beta {recipe.beta:g}: it needs a second model")
-    elif recipe.reward is not None:
-        raise ValueError(f"expected --reward with --method grpo, found {how}")
     for package in ("trl", "datasets"):
         check_package(package, how, "trl")

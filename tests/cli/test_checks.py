@@ -25,6 +25,8 @@ WRONG = {
     "no config.json in empty": ["train", "empty", "--data", "text.txt"],
     "expected --method dpo with a folder of pretrained weights": ["train", "gpt-11m", "--method", "dpo"],
     "expected --beta with --method dpo or kto or grpo": ["train", "gpt-11m", "--beta", "0.1"],
+    "expected --completions with --method grpo, found --method sft": ["train", "gpt-11m", "--completions", "4"],
+    "expected --new-tokens with --method grpo, found --method dpo": ["train", "x", "--method", "dpo", "--new-tokens", "8"],
     "expected a tokenizer.json in folder": ["train", "folder", "--data", "text.txt"],
 }
 RUN = f"""
