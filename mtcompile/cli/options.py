@@ -242,6 +242,7 @@ class RecipeOptions(TrainingOptions):
     ] = None
     save_every: Annotated[int, typer.Option(min=0, help="steps between checkpoints; 0: only at the end")] = 0
     save_minutes: Annotated[float, typer.Option(min=0, help="minutes between checkpoints; 0: only at the end")] = 0.0
+    keep: Annotated[int, typer.Option(min=1, help="the last checkpoints that are kept; older ones are deleted")] = 2
     resume: Annotated[
         Path | None, typer.Option(parser=path_given, metavar="PATH", help="a folder that --save wrote, to continue from")
     ] = None

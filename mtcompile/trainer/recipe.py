@@ -27,12 +27,13 @@ FINAL_RATE = 0.1  # share of the highest learning rate at the end of the cosine
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """The settings of a training. ``model``: a built-in shape, a Hugging Face config.json, or a folder of pretrained weights;
-    ``data``: files and folders (none: the standard library's sources); ``memory``, ``host``, ``disk``: bytes as text; ``clip``:
-    0 for no clipping; ``evaluate_every`` and ``save_every``: in steps, ``save_minutes``: in minutes, 0 for never; ``resume``,
-    ``save``: folders; ``allow_change``: options that may differ from those before ``resume``; ``signing_key``: a file;
-    ``metrics``: a file of JSON lines; ``lora``: the rank of adapters, 0 for none; ``base_bits``: None or 4; ``lora`` and what
-    goes with it, ``packing``, ``too_long``, ``chat_template``, ``allow_new``: for a folder. The others are ``compile``'s and
-    AdamW's. If ``seq``, ``steps`` or ``lr`` is None, ``length``, ``steps_of`` and ``rate`` say what is taken."""
+    ``data``: files and folders (none: the standard library's sources); ``memory``, ``host``, ``disk``: bytes as text;
+    ``clip``: 0 for no clipping; ``evaluate_every`` and ``save_every``: in steps, ``save_minutes``: in minutes, 0 for never;
+    ``keep``: how many of the last checkpoints; ``resume``, ``save``: folders; ``allow_change``: options that may differ
+    from those before ``resume``; ``signing_key``: a file; ``metrics``: a file of JSON lines; ``lora``: the rank of
+    adapters, 0 for none; ``base_bits``: None or 4; ``lora`` and what goes with it, ``packing``, ``too_long``,
+    ``chat_template``, ``allow_new``: for a folder. The others are ``compile``'s and AdamW's. If ``seq``, ``steps`` or
+    ``lr`` is None, ``length``, ``steps_of`` and ``rate`` say what is taken."""
 
     model: str
     data: tuple[Path, ...] = ()
@@ -75,6 +76,7 @@ class Recipe:
     save: Path | None = None
     save_every: int = 0
     save_minutes: float = 0.0
+    keep: int = 2
     resume: Path | None = None
     allow_change: tuple[str, ...] = ()
     signing_key: Path | None = None
@@ -154,6 +156,8 @@ def check(recipe: Recipe) -> None:
         raise ValueError(f"expected --save-minutes to be a number of 0 or more, found {recipe.save_minutes:g}")
     if recipe.save_minutes and recipe.save is None:
         raise ValueError(f"expected --save with --save-minutes {recipe.save_minutes:g}, found no folder to save into")
+    if recipe.keep != 2 and recipe.save is None:
+        raise ValueError(f"expected --save with --keep {recipe.keep}, found no folder to save into")
     if recipe.signing_key is not None:
         if recipe.save is None:
             raise ValueError(f"expected --save with --signing-key {recipe.signing_key}, found no folder to save into")

@@ -138,8 +138,7 @@ def _run_trainer(job: Job, report: Report, stop: Callable[[], bool]) -> Summary:
         report(row, job.model)
 
     before = None if recipe.resume is None else checkpoint.inspect(recipe.resume).path
-    options: dict[str, Any] = {"every": recipe.save_every, "minutes": recipe.save_minutes, "signing_key": recipe.signing_key}
-    with metrics_file(job) as write, saves(trainer, recipe.save, before, job.extra, job.files, on_sigterm=False, **options):
+    with metrics_file(job) as write, saves(trainer, recipe.save, before, job.extra, job.files, **_saving_options(recipe)):
         trainer.add_callback(Reports())
         trainer.train(resume_from_checkpoint=None if before is None else str(before))
     step = trainer.state.global_step
@@ -210,9 +209,13 @@ def saving(job: Job) -> contextlib.AbstractContextManager[checkpoint.Autosave | 
     recipe = job.recipe
     if recipe.save is None:
         return contextlib.nullcontext()
-    options: dict[str, Any] = {"every": recipe.save_every, "minutes": recipe.save_minutes, "files": job.files}
-    options["signing_key"] = recipe.signing_key
-    return checkpoint.autosave(recipe.save, job.model, job.optimizer, on_sigterm=False, **options)
+    return checkpoint.autosave(recipe.save, job.model, job.optimizer, files=job.files, **_saving_options(recipe))
+
+
+def _saving_options(recipe: Recipe) -> dict[str, Any]:
+    """Returns the options of ``autosave``; signals end the run by ``stop``."""
+    when = {"every": recipe.save_every, "minutes": recipe.save_minutes}
+    return {**when, "keep": recipe.keep, "signing_key": recipe.signing_key, "on_sigterm": False}
 
 
 @contextlib.contextmanager

@@ -152,9 +152,11 @@ def test_a_resumed_training_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         check(wanted)
     with pytest.raises(ValueError, match="expected --save with --save-every 2"):
         train(replace(wanted, save=None, save_every=2))
-    often = replace(wanted, save=tmp_path / "often", save_every=1)
+    with pytest.raises(ValueError, match="expected --save with --keep 3"):
+        train(replace(wanted, save=None, keep=3))
+    often = replace(wanted, save=tmp_path / "often", save_every=1, keep=3)
     train(often)
-    assert sorted(path.name for path in (tmp_path / "often").glob("step-*")) == ["step-00000003", "step-00000004"]
+    assert sorted(path.name for path in (tmp_path / "often").glob("step-*")) == [f"step-0000000{n}" for n in (2, 3, 4)]
     assert losses(replace(wanted, save=None, resume=tmp_path / "often" / "step-00000003")) == whole[3:]
     (tmp_path / "run" / "step-00000004" / "manifest.json").write_bytes(b"no checkpoint")
     assert checkpoint.inspect(tmp_path / "run").step == 2
