@@ -45,7 +45,10 @@ def stopped_at(
         pass
     finally:
         sys.settrace(None)
-        torch.set_grad_enabled(True)  # torch's own code may be left with gradients off
+        # torch's own ``with`` may have been left without its end: with gradients off, or with functions that classes of tensors
+        # do not see (Python 3.13).
+        torch.set_grad_enabled(True)
+        torch._C._set_torch_function_state(torch._C._TorchFunctionState.ENABLED)
     return seen[0]
 
 
