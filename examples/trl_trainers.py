@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import mtcompile
-from mtcompile.trainer.by_trl import FromLogits
+from mtcompile.trainer.by_trl import from_logits
 
 WORDS = ["<pad>", "<eos>", *(chr(code) for code in range(32, 127))]
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
@@ -52,11 +52,7 @@ class WholeSFTTrainer(SFTTrainer):
         return Trainer.compute_loss(self, *args, **kwargs)
 
 
-class WholeDPOTrainer(DPOTrainer):
-    """TRL's loss and all that it logs, from logits: mtcompile captures the model in one program."""
-
-    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(FromLogits(model), *args, **kwargs)
+WholeDPOTrainer = from_logits(DPOTrainer)  # TRL's loss and all that it logs: mtcompile captures the model in one program
 
 
 def train(

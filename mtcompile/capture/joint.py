@@ -366,6 +366,8 @@ def _module_path_of(node: fx.Node) -> str:
 
 
 def _module_path(path: str) -> str:
-    """``layers.0.attention`` out of ``L['self'].__dict__['_modules']['layers'].0.attention``."""
+    """``layers.0.attention`` out of ``L['self'].__dict__['_modules']['layers'].0.attention``, also if a library has put another
+    ``forward`` in place of a module's, whose path leads through that."""
     parts = [a or b or c for a, b, c in re.findall(r"\['?([^'\]]+)'?\]|\.?([A-Za-z_]\w*)|\.?(\d+)", path)]
-    return ".".join(p for p in parts[2:] if p not in ("__dict__", "_modules", "_orig_mod"))
+    dotted = ".".join(p for p in parts[2:] if p not in ("__dict__", "_modules", "_orig_mod"))
+    return re.sub(r"(^|\.)forward\.__func__\..*__self__\.", r"\1", dotted)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,17 +50,36 @@ class Examples:
         return f"{len(self.trained):,} rows of at most {self.seq:,} tokens, {len(self.held_out):,} more held out{long}"
 
 
-class FromLogits:
-    """A model whose log-probabilities, and what TRL logs beside them, are computed from the logits that it returns. TRL's own
-    are computed within the model, by lines that cannot be captured."""
+def from_logits(kind: Any) -> Any:
+    """Returns a trainer of TRL, derived from ``kind``, whose model and reference compute log-probabilities, and what TRL logs
+    beside them, from logits, within the model: one program. TRL's own lines cannot be captured."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    class FromLogits(kind):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            _score_from_logits(self.model)
 
-    def __call__(self, labels: Tensor, fused_lm_head: bool, **inputs: Any) -> Any:
+        def compute_ref_log_probs(self, model: Any, *args: Any, **options: Any) -> Any:  # the constructor may need them
+            _score_from_logits(model)
+            return super().compute_ref_log_probs(model, *args, **options)
+
+    return FromLogits
+
+
+def _score_from_logits(model: Any) -> None:
+    """Replaces what TRL has put in place of a model's ``forward``, once."""
+    scored = model.get_base_model() if hasattr(model, "get_base_model") else model
+    tiled = scored.forward
+    if hasattr(tiled, "scores_from_logits"):
+        return
+
+    @functools.wraps(type(scored).forward)
+    def forward(itself: Any, *args: Any, fused_lm_head: bool = False, labels: Tensor | None = None, **inputs: Any) -> Any:
+        if not fused_lm_head or labels is None:
+            return tiled(*args, **inputs, **({} if labels is None else {"labels": labels}))
         from trl.trainer.utils import FusedCausalLMOutput
 
-        outputs, next_labels = self.model(**inputs), labels[:, 1:]
+        outputs, next_labels = tiled(*args, **inputs), labels[:, 1:]
         logits, ignored = outputs.logits[:, :-1].float(), next_labels == -100
         log_probs = logits.log_softmax(-1)
         chosen = log_probs.gather(-1, next_labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
@@ -70,6 +89,9 @@ class FromLogits:
         shown = {"log_probs": chosen, "entropy": entropy, "mean_logits": means, "is_top1": is_top1}
         shown = {name: value.masked_fill(ignored, 0) for name, value in shown.items()}
         return FusedCausalLMOutput(**shown, aux_loss=getattr(outputs, "aux_loss", None))
+
+    forward.scores_from_logits = True  # type: ignore[attr-defined]
+    scored.forward = MethodType(forward, scored)
 
 
 def read_examples(recipe: Recipe, tokenizer: Any, vocabulary_with: Callable[[int], int]) -> Examples:
@@ -217,10 +239,9 @@ def trainer_of(recipe: Recipe, model: Any, examples: Examples, tokenizer: Any, s
 
     kind, settings = (getattr(trl, f"{recipe.method.upper()}{what}") for what in ("Trainer", "Config"))
 
-    class FiniteTrainer(kind):  # type: ignore[misc,valid-type]
+    class FiniteTrainer(from_logits(kind) if recipe.update == "backward" else kind):  # type: ignore[misc]
         def compute_loss(self, model: Any, *args: Any, **options: Any) -> Any:
-            from_logits = model.training and recipe.update == "backward"
-            found = super().compute_loss(FromLogits(model) if from_logits else model, *args, **options)
+            found = super().compute_loss(model, *args, **options)
             value = float((found[0] if isinstance(found, tuple) else found).detach())
             if model.training and not math.isfinite(value):
                 raise loss_not_finite(self.state.global_step + 1, value)

@@ -7,6 +7,7 @@ A new torch that fails here tells what moved, before any model does.
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import pytest
@@ -137,6 +138,22 @@ def test_an_error_of_dynamos_tells_its_cause() -> None:
         torch.compile(forward, backend=backend, fullgraph=True)(torch.ones(2))
     assert isinstance(torch_private.cause_in_dynamo(caught.value), CaptureError)
     assert torch_private.cause_in_dynamo(ValueError()) is None
+
+
+def test_a_forward_that_a_library_has_replaced_leaves_the_names_of_modules() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layers(x).relu())  # type: ignore[no-any-return]
+
+    model: Any = mtcompile.compile(Head(), memory="1MiB", device="cpu")
+    plain = model.forward
+    model.forward = types.MethodType(lambda self, x: plain(x).square(), model)
+    model(torch.randn(2, 4)).sum().backward()
+    assert "closure" not in str(model.schedule)
 
 
 def test_two_programs_have_one_key_only_if_they_are_traced_alike() -> None:
