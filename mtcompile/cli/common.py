@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -199,6 +199,17 @@ def forecast_of(model: str, options: StepOptions, **more: Any) -> Forecast:
         from mtcompile.models.loading import model_named
 
         return plan(model_named(model), progress=progress, **values(options), **more)
+
+
+def with_process(forecast: Forecast) -> Forecast:
+    """Returns the forecast with the RAM that a training process takes: this one, which planned the step, holds the rest."""
+    from mtcompile.machine.device import process_nbytes
+    from mtcompile.runtime.pages import give_back
+
+    if forecast.planned is None or forecast.scaling is not None:
+        return forecast
+    give_back()
+    return replace(forecast, process_bytes=process_nbytes() + forecast.peak_bytes["host"])
 
 
 def told(forecast: Forecast) -> str:

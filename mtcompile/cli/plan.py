@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from mtcompile.cached.answers import Answer, keep_answer, key_of, known_answer
-from mtcompile.cli.common import DOES_NOT_FIT, FINE, Model, ending_soon, forecast_of, told
+from mtcompile.cli.common import DOES_NOT_FIT, FINE, Model, ending_soon, forecast_of, told, with_process
 from mtcompile.cli.options import Json, StepOptions, values
 
 Solve = Literal["batch", "seq", "memory"]
@@ -42,7 +42,7 @@ def plan(
             from mtcompile.passes.planning.policies import POLICIES
 
             policies = tuple(POLICIES) if "all" in (policy or ()) else tuple(policy or ())
-            forecast = forecast_of(model, options, policies=policies, advise=True, **more)
+            forecast = with_process(forecast_of(model, options, policies=policies, advise=True, **more))
         answer = Answer(told(forecast), forecast.to_json(indent=1), forecast.feasible)
         keep_answer(key, answer)
     print(answer.as_json if as_json else answer.text)

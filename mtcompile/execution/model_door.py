@@ -39,6 +39,7 @@ from mtcompile.references import weakly, with_hooks
 from mtcompile.runtime.devices.arena import overlaps, span_nbytes
 from mtcompile.runtime.devices.cuda import CudaDevice
 from mtcompile.runtime.devices.protocol import Device
+from mtcompile.runtime.pages import give_back as give_back_pages
 from mtcompile.runtime.schedule import placed
 from mtcompile.torch_private import shares_storage
 
@@ -275,6 +276,7 @@ class ModelDoor(Door):
         if not self.parameters.slabs:
             held = self.state_nbytes() | {"pinned ahead": self.pinned_ahead_nbytes(), "on disk": -self._loaded_nbytes()}
             added = check_plan(planned.schedule, held, self.device.where.type == "cpu")
+            give_back_pages()  # what is no longer used would be counted, and used again
             self.planned_process_nbytes = process_nbytes() + added
         if planned.plan.peak_bytes.get("disk", 0):
             self._open_disk(step, planned)

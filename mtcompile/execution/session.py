@@ -390,7 +390,8 @@ class Session:
         self.door.updates_failed()
 
     def step_ran(self, frame: Frame) -> None:
-        if self.door.on_disk_nbytes() and process_nbytes() > self.door.planned_process_nbytes:
+        first = self.last_ran is None  # what moved before and in it left more behind than any other step
+        if (first or self.door.on_disk_nbytes()) and process_nbytes() > self.door.planned_process_nbytes:
             give_back()  # as much as the host was told to hold is used, and the C library keeps more
         compiled, trace = frame.compiled, Trace(tuple(frame.records), "measured")
         exact = self.device.where.type == "cpu" or self.wants_device_times(compiled)  # else: when work was issued

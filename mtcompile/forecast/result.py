@@ -77,11 +77,12 @@ class Forecast:
     ``minimum_device_bytes``: the least device memory found in which the step fits, cut as in this plan; if nothing fits, cut in
     the way that needs least.
     ``ledger``: tier -> part -> bytes at the step's peak. ``step_time_us``: time of forward, backward and update, of which
-    ``update_us`` is what the update adds. ``certificate``: how fast any plan within the budgets could be; ``gap``: the share by
-    which this one is slower. ``busy``: share of the step in which each queue works. ``exposed_us``: how long each queue works
-    while compute is idle. ``disk_read_bytes``, ``disk_write_bytes``: of one step; ``disk_days``: of such steps in a row, after
-    which the drive has been written as often as it is rated for; ``disk_direct``: whether weights on disk are read straight to
-    the device.
+    ``update_us`` is what the update adds. ``process_bytes``: the RAM that a training process takes, without CUDA's libraries:
+    the host's peak, and what the process that planned the step held; 0 from ``mtcompile.plan``, whose process may hold much
+    else. ``certificate``: how fast any plan within the budgets could be; ``gap``: the share by which this one is slower.
+    ``busy``: share of the step in which each queue works. ``exposed_us``: how long each queue works while compute is idle.
+    ``disk_read_bytes``, ``disk_write_bytes``: of one step; ``disk_days``: of such steps in a row, after which the drive has
+    been written as often as it is rated for; ``disk_direct``: whether weights on disk are read straight to the device.
     ``advice``: if the step fits, the changes that would gain 3 % or more; None if that was not asked for. ``no_gain``: those
     that would gain less. ``ways_out``: what would help if nothing fits, or if the disk makes no sense; ``refusal``: why it
     does not. ``solved``: the size that ``solve`` found. ``peak_expressions``: with ``solve``, the bytes that the leanest plan
@@ -118,6 +119,7 @@ class Forecast:
     exposed_us: Mapping[str, float] | None = None
     ledger: Mapping[str, Mapping[str, int]] | None = None
     load_host_bytes: int = 0
+    process_bytes: int = 0
     disk_read_bytes: int = 0
     disk_write_bytes: int = 0
     disk_days: float | None = None
@@ -178,6 +180,10 @@ def _lines(f: Forecast) -> list[str]:
             told = ", ".join(f"{part} {gib(nbytes)}" for part, nbytes in parts.items() if nbytes)
             lines.append(f"  {tier}: {gib(f.peak_bytes[tier])}" + (f" = {told}" if told else ""))
         lines.append(f"  host at load: {_at_load(f)}; at save: as in the step, since files are written from views")
+        if f.process_bytes:
+            beside = gib(f.process_bytes - f.peak_bytes["host"])
+            libraries = f"{beside} of Python, libraries and what planning leaves (CUDA's libraries come on top)"
+            lines.append(f"  process: about {gib(f.process_bytes)} of RAM = host {gib(f.peak_bytes['host'])}, {libraries}")
         waits = f.exposed_us or {}
         shown = [_busy(queue, share, waits.get(queue, 0.0), f.step_time_us) for queue, share in (f.busy or {}).items()]
         lines.append(f"  busy: {', '.join(shown)}")

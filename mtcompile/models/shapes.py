@@ -39,6 +39,7 @@ class Shape:
 SHAPES = {
     "gpt-11m": Shape(320, 1280, 6, 5, 5, 2048, head_dim=64, dtype="float32"),
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 151936, tied=True),
+    "qwen2.5-1.5b": Shape(1536, 8960, 28, 12, 2, 151936, tied=True),
     "qwen2.5-3b": Shape(2048, 11008, 36, 16, 2, 151936, tied=True),
     "qwen2.5-7b": Shape(3584, 18944, 28, 28, 4, 152064),
     "qwen2.5-14b": Shape(5120, 13824, 48, 40, 8, 152064),

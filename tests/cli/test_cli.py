@@ -95,6 +95,12 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
+def test_a_plan_says_what_the_process_takes(own: str) -> None:
+    forecast = json.loads(run("plan", f"{own}:linear", "--json")[1])
+    assert forecast["process_bytes"] > forecast["peak_bytes"]["host"] + (100 << 20)  # torch alone takes more
+    assert "  process: about " in run("plan", f"{own}:linear")[1]
+
+
 def test_the_version_and_the_short_help_are_there() -> None:
     assert run("--version")[:2] == (0, f"mtcompile {mtcompile.__version__}\n")
     assert run("-h")[:2] == run("--help")[:2] and run("plan", "-h")[:2] == run("plan", "--help")[:2]
